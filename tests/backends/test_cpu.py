@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
-from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling, worker
+from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling
 from saccade.bounded_cache import BoundedCache
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
@@ -175,7 +175,6 @@ def test_what_is_kept_of_masks_is_bounded(monkeypatch):
     cache = BoundedCache(1 << 16)
     monkeypatch.setattr(tiling, "MASK_TILES_BYTES", 1 << 16)
     monkeypatch.setattr(tiling, "mask_tiles", cache)
-    monkeypatch.setattr(worker, "mask_tiles", cache)
     q, k, v = operands(60)
     for left in range(40):
         attention(q, k, v, mask=window(left, 1), score_mod=softcap(3.0))

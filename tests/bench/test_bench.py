@@ -19,9 +19,8 @@ from saccade.bench.grids import GRIDS, MODES, Cell, named
 from saccade.bench.machine import Run
 from saccade.bench.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
 from saccade.bench.providers.flex import predicate
-from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
-from saccade.bench.providers.sdpa import visible_mask
-from saccade.bench.providers.torch_varlen import options
+from saccade.bench.providers.saccade import FORMS, CausalInterval, LeftPadded
+from saccade.bench.providers.sdpa import options, visible_mask
 from saccade.bench.rows import BenchRow
 from saccade.bench.run import Bench
 from saccade.bench.timing import Clock, HostStopwatch, Times

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from saccade import ScoreMod, attention, bias, compose, mask_mod
-from saccade.scores.codegen.program_cache import cache
+from saccade.scores.codegen.program import cache
 from saccade.scores.recording import proof
 
 B, H, S, D = 1, 2, 5, 4

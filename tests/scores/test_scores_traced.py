@@ -257,7 +257,7 @@ def test_methods_partials_and_objects_hit():
 
 def test_the_cache_is_bounded(monkeypatch):
     """What was asked for again stays."""
-    monkeypatch.setattr(scores.codegen.program_cache.cache.programs, "maxsize", 3)
+    monkeypatch.setattr(scores.codegen.program.cache.programs, "maxsize", 3)
     scores.cache_clear()
     held = {}
     for i in range(6):

@@ -2,7 +2,23 @@
 
 from saccade.masks.base import UNBOUNDED, Mask
 from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
-from saccade.masks.combine import And, Combined, Not, Or
+from saccade.masks.combine import (
+    KINDS,
+    And,
+    Combined,
+    Not,
+    Or,
+    from_tensors,
+    is_kind,
+    of_batch_row,
+    of_leaves,
+    of_one_sequence,
+    of_rows,
+    padded,
+    pin,
+    program_names,
+    programs,
+)
 from saccade.masks.hull import FARTHEST, Extent, Interval, Positions
 from saccade.masks.interval import KeyInterval, interval
 from saccade.masks.predicates import (
@@ -17,19 +33,6 @@ from saccade.masks.predicates import (
     as_mask,
     is_block_mask,
     mask_mod,
-)
-from saccade.masks.serialize import (
-    KINDS,
-    from_tensors,
-    is_kind,
-    of_batch_row,
-    of_leaves,
-    of_one_sequence,
-    of_rows,
-    padded,
-    pin,
-    program_names,
-    programs,
 )
 
 __all__ = [

@@ -1,23 +1,30 @@
-"""Masks of masks: &, | and ~."""
+"""Masks of masks, by &, | and ~; and a mask as text and lists of numbers and tensors, in which it passes through a
+registered operator, and back.
+"""
 
 # Properties of masks are plain attributes of some, and computed by others.
 # pyright: reportIncompatibleVariableOverride=false
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import and_, or_
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from saccade import scores
 from saccade.after_import import after_import
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
+from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
+from saccade.scores.recording.compile_constant import compile_constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,3 +180,154 @@ def _teach_inversion() -> None:
 
 
 after_import("torch._dynamo.variables", _teach_inversion)
+
+
+@lru_cache(maxsize=512)
+def _parsed(kind: str) -> Any:
+    """`documents&(prefix|window)` as nested tuples: ("&", "documents", ("|", "prefix", "window"))."""
+    tokens = re.findall(r"[a-z_]+(?:\[[^\]]*\])?|[&|~()]", kind)
+    if "".join(tokens) != kind:
+        raise ValueError(f"not a mask: {kind!r}")
+
+    def level(operators: str) -> Any:
+        parts = [level(operators[1:]) if len(operators) > 1 else atom()]
+        while tokens and tokens[0] == operators[0]:
+            tokens.pop(0)
+            parts.append(level(operators[1:]) if len(operators) > 1 else atom())
+        return parts[0] if len(parts) == 1 else (operators[0], *parts)
+
+    def atom() -> Any:
+        token = tokens.pop(0) if tokens else ""
+        if token == "(":
+            inner = level("|&")
+            if not tokens or tokens.pop(0) != ")":
+                raise ValueError(f"not a mask: {kind!r}")
+            return inner
+        if token == "~":
+            return "~", atom()
+        if token.partition("[")[0] not in _IDENTITIES:
+            raise ValueError(f"unknown mask {token!r} in {kind!r}; the kinds are {', '.join(KINDS)}")
+        return token
+
+    tree = level("|&")
+    if tokens:
+        raise ValueError(f"not a mask: {kind!r}")
+    return tree
+
+
+KINDS = ("causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod")
+_LEAVES = {identity: leaf for leaf in (Window, Prefix, KeyInterval, Documents) for identity in leaf.FLAT}
+_IDENTITIES = {*KINDS, *_LEAVES, "mask_tensor"}
+
+
+def is_kind(text: str) -> bool:
+    """Whether `text` spells a mask, as `Mask.kind` does."""
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return set(re.findall("[a-z_]+", text)) <= {*KINDS}
+
+
+def from_tensors(
+    identity: str, ints: list[int], tensors: list[Tensor], floats: list[float] | None = None
+) -> Mask | None:
+    """The inverse of `identity`, `ints`, `tensors` and `floats`; takes what it needs from the front of the lists."""
+    lists: dict[type, Any] = {int: ints, Tensor: tensors, float: [] if floats is None else floats}
+
+    def build(tree: Any) -> Mask:
+        match tree:
+            case ("&", *parts):
+                return And(tuple(build(part) for part in parts))
+            case ("|", *parts):
+                return Or(tuple(build(part) for part in parts))
+            case ("~", part):
+                return Not((build(part),))
+            case _ if tree in _LEAVES:
+                leaf = _LEAVES[tree]
+                return leaf.of_fields(**{name: lists[kind].pop(0) for name, kind in leaf.FLAT[tree].items()})
+        name, _, program = tree.removesuffix("]").partition("[")
+        if name == "mask_tensor":
+            return TensorMask(tensors.pop(0))
+        return MaskMod(scores.Traced.of_tensors(program, tensors, ints, lists[float]), None)
+
+    if identity == "none":
+        return None
+    mask = build(_parsed(identity.removeprefix(Blocked.MARK)))
+    return Blocked(mask, tensors.pop(0)) if identity.startswith(Blocked.MARK) else mask
+
+
+def of_leaves(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
+    """The mask with each leaf changed."""
+    match mask:
+        case Combined():
+            return type(mask)(tuple(of_leaves(part, change) for part in mask.parts))
+    return change(mask)
+
+
+def of_batch_row(mask: Mask, b: int) -> Mask:
+    """The mask of one batch row."""
+
+    def change(leaf: Mask) -> Mask:
+        match leaf:
+            case Prefix(n=Tensor() as n):
+                return Prefix(n[b : b + 1])
+            case KeyInterval():
+                return leaf.of_batch_row(b)
+            case _ if leaf.listed:
+                return OfRow(leaf, b) if "b" in leaf.indices else leaf
+        return leaf
+
+    return of_leaves(mask, change)
+
+
+def of_rows(mask: Mask, rows: slice | Tensor) -> Mask:
+    """The mask of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
+    return of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
+
+
+def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:
+    """The mask of queries end to end as that of a padded batch of s_q rows; sequences begin at `starts` (b + 1)."""
+    return of_rows(mask, starts[:-1, None].long() + torch.arange(s_q, device=starts.device))
+
+
+def of_one_sequence(mask: Mask, sequence: Tensor | None, shape: tuple[int, int]) -> Mask:
+    """The mask of the same rows as rows of one sequence: those of a batch of this shape, (b, s_q), one batch row after
+    the other; or queries end to end, whose `sequence` (t_q,) is given. Of a mask whose predicates do not take b."""
+
+    def of_rows(x: Tensor) -> Tensor:
+        if sequence is None:
+            return x.expand(shape).reshape(1, -1)
+        return x if x.dim() == 1 or x.shape[0] == 1 else x[:, 0][sequence]
+
+    def change(leaf: Mask) -> Mask:
+        match leaf:
+            case Prefix(n=Tensor() as n):
+                stop = of_rows(n[:, None])
+                return KeyInterval(stop, stop, open_start=True) | Window(None, 0)
+            case KeyInterval():
+                return leaf.each(of_rows)
+        return leaf
+
+    return of_leaves(mask, change)
+
+
+def programs(identity: str) -> list[Any]:
+    """What has to be kept alive besides tensors, so that `from_tensors` finds it."""
+    return [*map(scores.program_of, program_names(identity))]
+
+
+@compile_constant
+def program_names(identity: str) -> list[str]:
+    """The names of the programs in a mask's identity."""
+    return re.findall(r"\[([^\]]*)\]", identity)
+
+
+@compile_constant
+def pin(identity: str) -> int:
+    """Keeps the programs of a mask for ever: compiled graphs that name them do not."""
+    _pinned.update((x.identity, x) for x in programs(identity))
+    return len(_pinned)
+
+
+_pinned: dict[str, Any] = {}

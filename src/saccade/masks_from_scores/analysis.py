@@ -20,8 +20,7 @@ from torch import fx
 
 from saccade.bounded_cache import BoundedCache
 from saccade.scores import Score, Traced
-from saccade.scores.codegen.program import Program, constant_of
-from saccade.scores.codegen.program_cache import cache
+from saccade.scores.codegen.program import Program, cache, constant_of
 from saccade.scores.codegen.ranges import LONGEST, spread
 from saccade.scores.recording.trace import name_of, shallow
 

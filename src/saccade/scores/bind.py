@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from saccade.scores.callbacks.score_callback import CallbackMod, callbacks_of
-from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.program_cache import cache, pinned
+from saccade.scores.codegen.program import Program, cache, pinned
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.library import KINDS, Ready, Softcap
+from saccade.scores.recording.proof import find_recording, find_sure, put_recording
 from saccade.scores.recording.recorder import record
-from saccade.scores.recording.recording_cache import find_recording, find_sure, put_recording
 from saccade.scores.recording.shapes import broadcast_shape
 from saccade.scores.score_mod import (
     Function,

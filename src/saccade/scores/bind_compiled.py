@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.scores.codegen.program_cache import cache, pinned, program_of
+from saccade.scores.codegen.program import cache, pinned, program_of
 from saccade.scores.recording import dynamo
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.recorder import Recording, record

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from saccade.scores.callbacks.score_callback import CallbackMod
-from saccade.scores.codegen.program_cache import program_of
+from saccade.scores.codegen.program import program_of
 from saccade.scores.library import Ready
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.scores.recording.tape import TILE

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.alignment import ALIGNMENT, address
-from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.program_cache import program_of
+from saccade.scores.codegen.program import Program, program_of
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.scores.recording.shapes import broadcast_shape

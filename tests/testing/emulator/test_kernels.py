@@ -20,7 +20,7 @@ from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from saccade.testing.emulator import emulated
 from saccade.testing.non_finite import TABLES, assert_endless_sink, assert_near, operands, table_results
-from saccade.testing.operations import ARGUMENTS, MASKS, WRAPPING
+from saccade.testing.scores import ARGUMENTS, MASKS, WRAPPING
 
 SAMPLE = (
     "causal", "window", "documents-scattered", "group3", "d72", "d192-128", "d256", "softcap-sink", "t5-bias",

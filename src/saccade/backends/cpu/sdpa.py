@@ -15,8 +15,7 @@ from torch import Tensor
 from saccade import hardware
 from saccade.backends import Saved
 from saccade.backends.cpu import score_mods, sink, tiled
-from saccade.backends.cpu.tiling import tiling_of
-from saccade.backends.cpu.worker import Worker
+from saccade.backends.cpu.tiling import Worker, tiling_of
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window

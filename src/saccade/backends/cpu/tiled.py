@@ -20,8 +20,7 @@ from torch import Tensor
 from saccade.backends import Gradients, Outputs, Saved
 from saccade.backends.cpu import sink, thread_pool
 from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
-from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, tiling_of
-from saccade.backends.cpu.worker import Worker, scores_dtype, wide_dtype
+from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, Worker, scores_dtype, tiling_of, wide_dtype
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 

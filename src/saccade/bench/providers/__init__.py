@@ -9,16 +9,13 @@ from torch.nn.attention import SDPBackend
 
 from saccade import dispatch
 from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
-from saccade.bench.providers.block_masks import BlockMasks, FlexBlockMasks
+from saccade.bench.providers.block_masks import BlockMasks, CopyOfBytes, FlexBlockMasks, Quantize
 from saccade.bench.providers.ceilings import Copy, Matmul
 from saccade.bench.providers.eight_bits import CudnnFp8, WiderValues
 from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
 from saccade.bench.providers.flex import Flex
-from saccade.bench.providers.intervals import FORMS, CausalInterval, LeftPadded
-from saccade.bench.providers.quantize import CopyOfBytes, Quantize
-from saccade.bench.providers.saccade import Naive, Saccade, SharedPrefix
-from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
-from saccade.bench.providers.torch_varlen import TorchVarlen
+from saccade.bench.providers.saccade import FORMS, CausalInterval, LeftPadded, Naive, Saccade, SharedPrefix
+from saccade.bench.providers.sdpa import Sdpa, SdpaPadded, TorchVarlen
 from saccade.bench.providers.transformers import Transformers
 
 __all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "matching", "prepared"]

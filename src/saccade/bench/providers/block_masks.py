@@ -1,8 +1,13 @@
-"""What making a block mask takes, in saccade and in FlexAttention."""
+"""What a call needs beforehand: block masks, in saccade and in FlexAttention, and 8-bit operands, beside a copy of as
+many bytes as they must move.
+"""
 
 from __future__ import annotations
 
-from saccade import block_mask, mask_mod
+import torch
+
+from saccade import block_mask, mask_mod, quantize
+from saccade.bench import quantizing
 from saccade.bench.grids import Cell
 from saccade.bench.providers.base import Prepared, Provider
 from saccade.bench.providers.flex import Predicate
@@ -36,3 +41,28 @@ def _causal_documents(inputs: Inputs) -> Predicate:
     """The case's mask, `documents&causal`, as a function of its ids."""
     ids = next(part.ids for part in inputs.keywords["mask"].parts if isinstance(part, Documents))[0]
     return lambda b, h, q_idx, kv_idx: (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+
+class Quantize(Provider):
+    """All of a call: q, k and v, and means of keys."""
+
+    name, role = "quantize", "saccade"
+    calls = ("quantize",)
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        options = quantizing.options(cell.mode)
+        return Prepared(lambda: quantize(inputs.q, inputs.k, inputs.v, **options))
+
+
+class CopyOfBytes(Provider):
+    """Half of the bytes that the cell must move, read and written."""
+
+    name = "copy-of-bytes"
+    calls = ("quantize",)
+    checked = False
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        size = quantizing.cost(inputs, cell.mode).bytes // 2
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=inputs.q.device)
+        target = torch.empty_like(source)
+        return Prepared(lambda: (target.copy_(source),))

@@ -1,8 +1,11 @@
-"""saccade's backends, and its reference as the naive implementation, which needs the whole score matrix."""
+"""saccade's backends, and its reference as the naive implementation, which needs the whole score matrix.
+
+Causal masks are also written as intervals that the device reads, and packed sequences as a padded batch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +16,9 @@ from saccade import dispatch, hardware
 from saccade.api import attention, explain
 from saccade.bench.grids import Cell
 from saccade.bench.inputs import shared_pages
-from saccade.bench.providers.base import Operands, Prepared, Provider, learned, prepared
+from saccade.bench.providers.base import Operands, Prepared, Provider, Results, learned, prepared
+from saccade.layouts import Dense, Packed
+from saccade.masks import Mask, causal, interval
 from saccade.partial import Scored
 from saccade.testing.cases import Inputs
 
@@ -93,3 +98,119 @@ class Naive(Saccade):
 def memory(device: torch.device) -> int:
     """Free bytes; on a CPU a modest guess that avoids swapping."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where each packed row is in a batch (b, h, s, d) whose rows are as long as the longest sequence."""
+
+    q: PaddedSide
+    k: PaddedSide
+
+    @staticmethod
+    def of(inputs: Inputs) -> Padding:
+        layout = inputs.keywords["layout"]
+        assert isinstance(layout, Packed)
+        assert layout.cu_seqlens_k is not None
+        q = PaddedSide.of(layout.cu_seqlens_q, layout.seqused_q, inputs.q.shape[0])
+        return Padding(q, PaddedSide.of(layout.cu_seqlens_k, layout.seqused_k, inputs.k.shape[0]))
+
+    def inputs(self, packed: Inputs) -> Inputs:
+        """The same problem as a padded batch."""
+        layout = Dense("bhsd", self.q.used, self.k.used)
+        q, dout = self.q.padded(packed.q), self.q.padded(packed.dout)
+        keywords = packed.keywords | {"layout": layout}
+        return Inputs(q, self.k.padded(packed.k), self.k.padded(packed.v), dout, packed.dlse, keywords)
+
+    def unseen(self) -> Tensor:
+        """bool (b, 1, s_q, s_k): rows that are not in use, and keys that are."""
+        return (~self.q.in_use[:, :, None] & self.k.in_use[:, None])[:, None]
+
+    def undone(self, prepared: Prepared) -> Prepared:
+        """The call, with results that are packed again, untimed."""
+
+        def after(results: Results) -> Results:
+            sides = (self.q,) if len(results) == 1 else (self.q, self.k, self.k)
+            return tuple(side.packed(x) for side, x in zip(sides, results, strict=False))
+
+        return replace(prepared, order="thd", after=after)
+
+
+@dataclass(frozen=True)
+class PaddedSide:
+    """The rows of queries, or of keys."""
+
+    used: Tensor
+    """(b): rows in use"""
+    in_use: Tensor
+    """bool (b, longest): which rows of the padded batch are"""
+    source: Tensor
+    """(n): the packed row of each row in use"""
+    total: int
+    """t of the packed tensor"""
+
+    @staticmethod
+    def of(offsets: Tensor, used: Tensor | None, total: int) -> PaddedSide:
+        lengths = offsets.diff()
+        used = (lengths if used is None else used).long()
+        in_use = torch.arange(int(lengths.max()), device=used.device) < used[:, None]
+        row, place = in_use.nonzero(as_tuple=True)
+        return PaddedSide(used, in_use, offsets.long()[row] + place, total)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(b, h, s, d) of (t, h, d), with zeros in the padding."""
+        padded = x.new_zeros(*self.in_use.shape, *x.shape[1:])
+        padded[self.in_use] = x.detach()[self.source]
+        return padded.transpose(1, 2)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """(t, h, d) of (b, h, s, d)."""
+        packed = x.new_zeros(self.total, x.shape[1], x.shape[3])
+        packed[self.source] = x.transpose(1, 2)[self.in_use]
+        return packed
+
+
+FORMS = "stops", "rows", "starts"
+
+
+class CausalInterval(Saccade):
+    """A causal mask by the `stops` of all rows, by starts and stops (`rows`), or as `starts` of 0 & `causal`."""
+
+    def __init__(self, form: str, backend: str = "gluon") -> None:
+        super().__init__(backend, f"interval-{form}")
+        self.form = form
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        if cell.case.mask != "causal" or cell.layout != "dense":
+            return "writes causal masks of dense batches as intervals"
+        return super().supports(cell, inputs)
+
+    def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
+        return super().keywords(cell, inputs) | {"mask": self.mask(cell, inputs.q.device)}
+
+    def mask(self, cell: Cell, device: torch.device) -> Mask:
+        case = cell.case
+        stop = torch.arange(case.s_k - case.s_q, case.s_k, dtype=torch.int32, device=device)[None] + 1
+        if self.form == "starts":
+            return interval(torch.zeros(case.b, 1, dtype=torch.int32, device=device), None) & causal()
+        return interval(None if self.form == "stops" else torch.zeros_like(stop), stop)
+
+
+class LeftPadded(Saccade):
+    """Packed sequences as the end of each row of a padded batch, which a start for each row hides. Made untimed."""
+
+    def supports(self, cell: Cell, inputs: Inputs) -> str | None:
+        layout = inputs.keywords.get("layout", Dense())
+        if not layout.ragged_keys or cell.case.mask != "causal" or cell.case.s_q != cell.case.s_k:
+            return "pads causal self-attention of packed sequences"
+        return super().supports(cell, inputs)
+
+    def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
+        padding = Padding.of(inputs)
+        padding = Padding(*(replace(side, in_use=side.in_use.flip(1)) for side in (padding.q, padding.k)))
+        padded = padding.inputs(inputs)
+        starts = padding.k.in_use.shape[1] - padding.k.used[:, None]
+        mask = interval(starts, None) & causal()
+        keywords = self.keywords(cell, padded) | {"layout": Dense(), "mask": mask}
+        operands = Operands(padded.q, padded.k, padded.v, padded.dout, "bhsd")
+        return padding.undone(prepared(lambda q, k, v: attention(q, k, v, **keywords), cell.call, operands))

@@ -2,15 +2,201 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks
-from saccade.integrations.transformers.visible_keys import Place, VisibleKeys, padding, translated
 from saccade.masks import Mask
+
+
+class VisibleKeys(NamedTuple):
+    """The keys that a row sees: those of `mask` from `start` up to `stop`. Where there is none, no bound."""
+
+    mask: Mask | None = None
+    start: Tensor | None = None
+    """(b or 1, s_q or 1), and so is `stop`; counted from the first key."""
+    stop: Tensor | None = None
+
+    def __and__(self, other: VisibleKeys) -> VisibleKeys:
+        return VisibleKeys(
+            _both(self.mask, other.mask, Mask.__and__),
+            _both(self.start, other.start, torch.maximum),
+            _both(self.stop, other.stop, torch.minimum),
+        )
+
+    def as_mask(self) -> Mask | None:
+        if self.start is None and self.stop is None:
+            return self.mask
+        start, stop = (None if x is None else x.to(torch.int32) for x in (self.start, self.stop))
+        return _both(self.mask, masks.interval(start, stop), Mask.__and__)
+
+
+def _both(one: Any, two: Any, join: Callable[[Any, Any], Any]) -> Any:
+    return two if one is None else one if two is None else join(one, two)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows and keys are in their sequences."""
+
+    s_q: int
+    s_k: int
+    q_offset: int | Tensor
+    """The position of the first row, and of the first key: integers, or tensors of one that the device reads."""
+    kv_offset: int | Tensor
+    device: torch.device | str | None
+    positions: Tensor | None = None
+    """(b, s_q): those within packed sequences, for functions that take these instead."""
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether the host knows that the last row is at the last key."""
+        if not isinstance(self.q_offset, int) or not isinstance(self.kv_offset, int):
+            return False
+        return self.q_offset + self.s_q == self.kv_offset + self.s_k
+
+    @property
+    def rows(self) -> Tensor:
+        """(1, s_q): the position of each row."""
+        return torch.arange(self.s_q, device=self.device)[None] + self.q_offset
+
+    @property
+    def reach(self) -> Tensor:
+        """(1, s_q): where among the keys each row is."""
+        return self.rows - self.kv_offset
+
+
+def translated(function: Callable[..., Any], place: Place) -> VisibleKeys:
+    """The keys that a mask function of transformers shows; any other function is tested for each row and key."""
+    name = _name(function)
+    known = _KNOWN.get(name)
+    if known is not None and (name in _WITHOUT_VALUES or not torch.compiler.is_compiling()):
+        result = known(place, **_captured(function))
+        if result is not None:
+            return result
+    return VisibleKeys(masks.mask_mod(_shifted(function, place)))
+
+
+def padding(attention_mask: Tensor, place: Place) -> VisibleKeys:
+    """The keys that a mask (b, n) of tokens has from place's first key on; beyond its end there are none.
+
+    Reads the mask once, to know whether it is one interval in each row; compiled code tests each key instead.
+    """
+    index = torch.arange(place.s_k, device=attention_mask.device)
+    at = index + place.kv_offset
+    length = attention_mask.shape[-1]
+    seen = attention_mask[:, at.clamp(max=length - 1)] & (at < length)  # (b, s_k)
+    start = place.s_k - torch.where(seen, place.s_k - index, 0).amax(-1, keepdim=True)
+    stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
+    everything = one_interval = False
+    if not torch.compiler.is_compiling():
+        count = seen.sum(-1, keepdim=True)
+        tests = (count == place.s_k).all(), (count == (stop - start).clamp(min=0)).all()
+        everything, one_interval = torch.stack(tests).tolist()
+    if everything:
+        return VisibleKeys()
+    bounds = VisibleKeys(start=start, stop=stop)
+    return bounds if one_interval else bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
+
+
+def _name(function: Any) -> str:
+    """`causal_mask_function`, or `sliding_window_overlay` for what that returns; "" for what is not transformers'."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return ""
+    return function.__code__.co_qualname.partition(".")[0]
+
+
+def _captured(function: Any) -> dict[str, Any]:
+    """The variables of a closure, by name."""
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, function.__closure__, strict=True)} if names else {}
+
+
+def _shifted(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """The function of indices that count from the first row and key; as theirs it is of positions."""
+    q_offset, kv_offset = place.q_offset, place.kv_offset
+    if isinstance(q_offset, int) and isinstance(kv_offset, int) and not q_offset and not kv_offset:
+        return function
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx + q_offset, kv_idx + kv_offset)
+
+
+# Each function's translation; its keywords are what the function captures. None: it is not known after all.
+
+
+def _causal(place: Place) -> VisibleKeys:
+    return VisibleKeys(masks.causal()) if place.at_the_end else VisibleKeys(stop=place.reach + 1)
+
+
+def _bidirectional(place: Place) -> VisibleKeys:
+    return VisibleKeys()
+
+
+def _window(place: Place, sliding_window: int) -> VisibleKeys:
+    if place.at_the_end:
+        return VisibleKeys(masks.window(sliding_window - 1, None))
+    return VisibleKeys(start=place.reach - sliding_window + 1)
+
+
+def _bidirectional_window(place: Place, sliding_window: int) -> VisibleKeys:
+    if place.at_the_end:
+        return VisibleKeys(masks.window(sliding_window, sliding_window))
+    return VisibleKeys(start=place.reach - sliding_window, stop=place.reach + sliding_window + 1)
+
+
+def _chunks(place: Place, chunk_size: int, left_padding: Tensor) -> VisibleKeys:
+    positions = place.rows if place.positions is None else place.positions
+    first = left_padding[:, None]
+    start = place.reach - (positions - first) % chunk_size  # (b, s_q)
+    return VisibleKeys(start=start, stop=start + chunk_size)
+
+
+def _packed(place: Place, packed_sequence_mask: Tensor) -> VisibleKeys | None:
+    if not (place.at_the_end and place.s_q == place.s_k):
+        return None
+    if not torch.compiler.is_compiling() and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
+        return VisibleKeys()
+    return VisibleKeys(masks.documents(packed_sequence_mask))
+
+
+def _all(place: Place, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys | None:
+    """Beside the mask of packed sequences others take positions within these, which differ as indices do."""
+    packed = "packed_sequence_mask_function" in {_name(function) for function in mask_functions}
+    result = VisibleKeys()
+    for function in mask_functions:
+        if _name(function) == "remap_positions_for_packed_sequence":
+            if not packed:
+                return None
+            inner = _captured(function)
+            result &= translated(inner["mask_function"], replace(place, positions=inner["position_ids"]))
+        else:
+            result &= translated(function, place)
+    return result
+
+
+def _any(place: Place, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys:
+    parts = [translated(function, place).as_mask() for function in mask_functions]
+    whole = [part for part in parts if part is not None]
+    return VisibleKeys(reduce(Mask.__or__, whole)) if len(whole) == len(parts) else VisibleKeys()
+
+
+_KNOWN: dict[str, Callable[..., VisibleKeys | None]] = {
+    "causal_mask_function": _causal,
+    "bidirectional_mask_function": _bidirectional,
+    "sliding_window_overlay": _window,
+    "sliding_window_bidirectional_overlay": _bidirectional_window,
+    "chunked_overlay": _chunks,
+    "packed_sequence_mask_function": _packed,
+    "and_masks": _all,
+    "or_masks": _any,
+}
+_WITHOUT_VALUES = {"causal_mask_function", "bidirectional_mask_function"}
+"""Those that capture nothing: torch.compile cannot read what a function captures that was made in its region."""
 
 
 class StructuredMask(BlockMask):

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from saccade.scores.codegen.program import Program
-from saccade.scores.codegen.program_cache import cache, program_of
+from saccade.scores.codegen.program import Program, cache, program_of
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.scores.recording.trace import Raw
 
