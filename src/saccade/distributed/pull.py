@@ -46,7 +46,7 @@ class PeerMemory:
         self._patience = group_seconds(group, device)
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)
-        self._driver: Any = import_module("saccade.backends.device.packed_launch").driver()
+        self._driver: Any = import_module("saccade.backends.device.replay").driver()
         self._copying = ctypes.c_void_p(self._copies.cuda_stream)
 
     def rows(self, rank: int, start: int, like: Tensor, n: int) -> Tensor:
