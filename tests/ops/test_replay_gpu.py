@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, attention, causal, softcap, window
+from saccade import Dense, Paged, append_kv, attention, causal, softcap, window
 from saccade.backends.device.replay import Replay
 from saccade.ops import replay
 from saccade.testing.accuracy import check
@@ -60,6 +60,66 @@ def test_repeats_are_right(case: Case, backend: str, repeated: list[Any]) -> Non
             given = case.inputs("cuda", seed=seed)
             check(given.q, given.k, given.v, backend=backend, backward=backward, **given.keywords).assert_ok()
         assert repeated
+
+
+SEQUENCES = Case("", b=3, h_q=4, h_k=2, s_q=211, s_k=211, d=64, order="thd", lengths=(100, 0, 211), mask="causal")
+PAGES = Case("", b=4, h_q=8, h_k=2, s_q=1, s_k=300, d=128, order="paged", mask="causal")
+OTHERS = {
+    "padded": PLAIN.replace(used="qk", mask="causal"),
+    "intervals": PLAIN.replace(mask="causal&interval_rows", h_k=2),
+    "documents": PLAIN.replace(mask="causal&documents", s_k=300),
+    "packed": SEQUENCES,
+    "packed, a sink and a function": SEQUENCES.replace(sink=True, score="alibi", tail=3),
+    "ranges": SEQUENCES.replace(ranges=True, lengths=(), mask="none"),
+    "one token": PAGES,
+    "drafts": PAGES.replace(s_q=4),
+    "prompts": PAGES.replace(s_q=200),
+    "pages of sequences end to end": PAGES.replace(s_q=90, lengths=(1, 90, 0, 7)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_every_layout_is_replayed(case: Case, backend: str, repeated: list[Any]) -> None:
+    """Of other numbers in tensors that lie alike, without gradients and with them."""
+    given, paged = case.inputs("cuda", seed=0), case.order == "paged"
+    if paged and backend == "gluon":
+        backend = "auto"  # which knows what gluon is slower at, and refuses
+    for backward in (False,) if paged else (False, True):
+        repeated.clear()
+        for _ in range(4):
+            q, k, v = (x.detach().normal_().requires_grad_(x.requires_grad) for x in (given.q, given.k, given.v))
+            check(q, k, v, backend=backend, backward=backward, **given.keywords).assert_ok()
+        assert repeated
+
+
+@pytest.mark.parametrize("shape", [(300, 333), (1, 4, 300, 333), (2, 1, 1, 333)])
+def test_tensor_masks_are_replayed(shape: tuple[int, ...], backend: str, repeated: list[Any]) -> None:
+    for _ in range(4):
+        given, seen = PLAIN.inputs("cuda"), torch.rand(shape, device="cuda") < 0.7
+        check(given.q, given.k, given.v, backend=backend, mask=seen).assert_ok()
+    assert repeated
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+def test_appends_are_replayed(rotates: bool, repeated: list[Any]) -> None:
+    """To other caches each time, whose lengths grow in place."""
+    layout = Paged(torch.arange(8, device="cuda", dtype=torch.int32).view(2, 4), torch.tensor([3, 30]).cuda())
+    turns = {"rotary": (torch.randn(99, 32).cuda(), torch.randn(99, 32).cuda())} if rotates else {}
+    found: list[list[Tensor]] = []
+    for forgets in (False, True):
+        torch.manual_seed(0)
+        caches = [torch.zeros(8, 16, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        layout.seqused_k.copy_(torch.tensor([3, 30]))
+        queries = []
+        for _ in range(5):
+            k, v, q = (torch.randn(2, 1, h, 64, device="cuda").bfloat16() for h in (2, 2, 8))
+            queries.append(append_kv(*caches, layout, k, v, **({"q": q, **turns} if rotates else {})))
+            layout.seqused_k.add_(1)
+            if forgets:
+                replay.forget()
+        found.append([*caches, *(x for x in queries if x is not None)])
+    assert len(repeated) == 3
+    assert all(map(torch.equal, *found))
 
 
 def test_memory_that_is_used_again(backend: str, repeated: list[Any]) -> None:
