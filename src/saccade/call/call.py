@@ -64,6 +64,8 @@ class Call:
 
     key: tuple[Hashable, ...]
     """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
+    static: Spec
+    """What of it has a text form."""
     latent: bool
     """Whether values are read with the keys of a paged cache."""
     extent: Extent
@@ -239,6 +241,9 @@ class Call:
         return empty_like_rows(self.q, self.v.shape[3], self.out_dtype) if self.out is None else self.out
 
     def spec(self) -> Spec:
+        return self.static
+
+    def _static(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
             kv="" if self.k.dtype == self.q.dtype else DTYPES[self.k.dtype],
@@ -264,7 +269,8 @@ class Call:
 
 
 _DERIVED: dict[str, Callable[[Call], Any]] = {
-    "key": Call._key, "latent": Call._latent, "extent": Call._extent, "positions": Call._positions,
+    "key": Call._key, "static": Call._static, "latent": Call._latent, "extent": Call._extent,
+    "positions": Call._positions,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -140,8 +141,14 @@ def _descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
 
 def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
     """All of x's descriptor but its pointer."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[x.dtype])
+    layout = _layout_of(tuple(block), x.dtype)
     return {"shape": list(x.shape), "strides": strides(x), "block_shape": list(block), "layout": layout}
+
+
+@cache
+def _layout_of(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory; Triton takes 40 us to say so."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), ELEMENTS[dtype])
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
