@@ -217,6 +217,8 @@ def test_results_in_the_memory_of_the_caller(done: list[str]) -> None:
         for shared in (both[0], both.flatten()[16 : 16 + q.numel()].view_as(q)):
             with pytest.raises(ValueError, match="must not share memory"):
                 attention(both[0], k, v, out=shared)
+        with pytest.raises(ValueError, match="must not share memory"):  # by another storage
+            attention(both[0], k, v, out=torch.from_dlpack(both[0]))
         both[0].copy_(q)
     with pytest.raises(ValueError, match="gradients"):
         attention(q.requires_grad_(), k, v, out=torch.empty_like(want))

@@ -169,12 +169,11 @@ def _find(
 
 
 def _distances(tensors: Sequence[Tensor], addresses: Sequence[int], written: int) -> Hashable:
-    """How far tensors of one piece of memory are from those of the last ones that are written to."""
-    memory = [x.untyped_storage()._cdata for x in tensors]
+    """How far tensors are from those of the last ones, which are written to, where their memory overlaps."""
+    starts = [x.untyped_storage().data_ptr() for x in tensors]
+    ends = [start + x.untyped_storage().nbytes() for start, x in zip(starts, tensors, strict=True)]
     last = range(len(tensors) - written, len(tensors))
-    if len({*memory}) == len(memory):
-        return None
-    pairs = [(i, j) for i in last for j in range(i) if memory[i] == memory[j]]
+    pairs = [(i, j) for i in last for j in range(i) if starts[i] < ends[j] and starts[j] < ends[i]]
     return tuple([(i, j, addresses[i] - addresses[j]) for i, j in pairs])
 
 
