@@ -199,6 +199,16 @@ def test_tensors_that_the_native_kernel_adds(h_k):
     check(q, k, v, score_mod=bias(hiding)).assert_ok()
 
 
+@pytest.mark.parametrize("strides", [(27, 2, 1, 1), (27, 2, 3, 1), (400, 1, 20, 1), (27, 1, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_share_memory(strides, dtype):
+    """PyTorch's kernel left parts of such a result unwritten, and its products refused such rows."""
+    for place in range(3):
+        given = operands(17, h_q=2, dtype=dtype)
+        given[place] = torch.randn(1000).to(dtype).as_strided(given[place].shape, strides)
+        check(*given).assert_ok()
+
+
 def test_known_masks_and_biases_are_native(monkeypatch):
     """In float32, where that kernel is the faster one."""
     q, k, v = operands(70)

@@ -102,10 +102,18 @@ def _added_tensor(call: Call) -> Tensor | None:
     return added if whole else None
 
 
+def _apart(x: Tensor) -> Tensor:
+    """x, or a copy of one whose rows are not whole, or share a part with one another. PyTorch's products refuse some of
+    these, and its kernel lays the result out in the order of q's strides: d must come last, so nothing ties with it."""
+    _, _, s, d = x.stride()
+    return x if x.stride().count(1) == 1 == d and (s == 0 or s >= x.shape[3]) else x.contiguous()
+
+
 def _without_sink(call: Call, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     causal = added is None and not _sees_all(call)
     # Query heads find their key heads themselves.
-    result, lse = _forward(call.q, call.k, call.v, 0.0, causal, attn_mask=added, scale=call.scale)
+    q, k, v = (_apart(x) for x in (call.q, call.k, call.v))
+    result, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=call.scale)
     if call.out is None and call.q.is_contiguous() and result.is_contiguous():
         return result, lse.contiguous()
     out = call.out if call.out is not None else empty_like_rows(call.q, call.v.shape[3])
@@ -121,13 +129,8 @@ def backward(call: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor |
     amx = call.q.dtype == torch.bfloat16 and hardware.cpu_bf16() == "amx"
     compute = torch.bfloat16 if amx else torch.float32
 
-    def rows(x: Tensor) -> Tensor:
-        """In the dtype of the products, each row whole: the kernel takes no other stride along d than 1."""
-        x = x.to(compute)
-        return x if x.stride(3) == 1 else x.contiguous()
-
-    q, dout, out = (members(rows(x)) for x in (call.q, saved.dout, saved.out))
-    k, v, lse = rows(call.k), rows(call.v), members(saved.lse)
+    q, dout, out = (members(_apart(x.to(compute))) for x in (call.q, saved.dout, saved.out))
+    k, v, lse = _apart(call.k.to(compute)), _apart(call.v.to(compute)), members(saved.lse)
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (call.q, call.k, call.v))
     sums: list[Tensor] = []
     for member in range(call.group):
