@@ -224,6 +224,22 @@ def test_results_in_the_memory_of_the_caller(done: list[str]) -> None:
         attention(q.requires_grad_(), k, v, out=torch.empty_like(want))
 
 
+def test_the_precision_of_products(done: list[str]) -> None:
+    """torch refuses to read `allow_tf32` where its successor was set."""
+    given = [x.float() for x in rows()]
+    for _ in range(4):
+        check(*given).assert_ok()
+    done.clear()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        check(*given).assert_ok()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert not done
+    check(*given).assert_ok()
+    assert done
+
+
 def test_factors_of_eight_bits(done: list[str]) -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in rows())
     for factor in (

@@ -179,7 +179,7 @@ def _distances(tensors: Sequence[Tensor], addresses: Sequence[int], written: int
 
 def _settings(q: Tensor) -> Hashable:
     """What kernels of a dtype depend on besides a call."""
-    return q.dtype in _HALF_OR_LESS or torch.backends.cuda.matmul.allow_tf32
+    return q.dtype in _HALF_OR_LESS or torch.backends.cuda.matmul.fp32_precision
 
 
 def _bits(*numbers: Any) -> Hashable:

@@ -47,7 +47,8 @@ one (docs/findings/triton.md)."""
 
 
 def precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """By `fp32_precision`, which follows `allow_tf32`; reading that one is an error where the other was set."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def common_arguments(
