@@ -178,6 +178,7 @@ TYPE_ERRORS = {
     "cap in words": (lambda: softcap("50"), "'50'"),
     "array": (lambda: attention(Q.numpy(), K, V), "ndarray"),
     "missing": (lambda: attention(Q, K, None), "NoneType"),
+    "no backend": (lambda: attention(Q, K, V, backend=None), "backend must be a name"),
     "float mask": (lambda: attention(Q, K, V, mask=torch.ones(6, 6)), "torch.float32 (6, 6)"),
     "score_mod": (lambda: attention(Q, K, V, score_mod=3.0), "3.0"),
     "mask name": (lambda: attention(Q, K, V, mask="causal"), "str"),

@@ -53,8 +53,8 @@ def check_call(
     """
     arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
     layout = _BHSD if layout is None else layout
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
+    if not isinstance(layout, Layout) or not isinstance(backend, str):
+        raise _type_error(layout, backend)
     if isinstance(q, Tensor) and q.is_nested:
         q, k, v, layout = layouts.unwrap(q, k, v, layout)
     q, k, v = _check_operands(q, k, v, layout)
@@ -86,6 +86,12 @@ def check_call(
         q, k, v, layout=layout, mask=mask, score=score, sink=sink, scale=scale, deterministic=deterministic,
         dropout=dropout, max_scores=return_max_scores, descale=found, out=out,
     )  # fmt: skip
+
+
+def _type_error(layout: Any, backend: Any) -> TypeError:
+    if not isinstance(layout, Layout):
+        return TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
+    return TypeError(f'backend must be a name, such as "auto" or "reference", got {arguments.told(backend)}')
 
 
 def _bind_mask(mask: Any, as_written: bool) -> Mask:

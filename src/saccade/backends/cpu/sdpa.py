@@ -112,7 +112,9 @@ def _apart(x: Tensor) -> Tensor:
 def _without_sink(call: Call, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     causal = added is None and not _sees_all(call)
     # Query heads find their key heads themselves.
-    q, k, v = (_apart(x) for x in (call.q, call.k, call.v))
+    q, k, v = call.q, call.k, call.v
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        q, k, v = map(_apart, (q, k, v))
     result, lse = _forward(q, k, v, 0.0, causal, attn_mask=added, scale=call.scale)
     if call.out is None and call.q.is_contiguous() and result.is_contiguous():
         return result, lse.contiguous()
