@@ -42,11 +42,11 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key  # which torch gives to plain ones alone
 
 
-Kept = tuple[Static, list[Any], Hashable]
+Needed = tuple[Static, list[Any], Hashable]
 """What a backward needs besides tensors: the static part of a call's `split`, its programs, and its part of a key."""
 
 
-def kept_of(static: Static, tensors: Sequence[Tensor | None]) -> Kept:
+def needed_of(static: Static, tensors: Sequence[Tensor | None]) -> Needed:
     tail = None if tensors[0] is None or replay.on_host(tensors[0]) else replay.tail_of(static)
     return static, programs(static), tail
 
@@ -61,7 +61,7 @@ class _Attention(SingleLevel):
     def setup_context(ctx, inputs, output):
         flat, *tensors = inputs
         _, static = split(flat)
-        _save(ctx, kept_of(static, tensors), tensors, output)
+        _save(ctx, needed_of(static, tensors), tensors, output)
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,10 +85,10 @@ class _Attention(SingleLevel):
         return (None, *gradients, *[None] * (len(tensors) - len(needs)))
 
 
-def _save(ctx: Any, kept: Kept, tensors: Sequence[Tensor | None], results: Outputs) -> None:
+def _save(ctx: Any, needed: Needed, tensors: Sequence[Tensor | None], results: Outputs) -> None:
     """What the backward needs of a call, and of its results."""
     out, lse, max_scores = results
-    ctx.static, ctx.programs, ctx.tail = kept
+    ctx.static, ctx.programs, ctx.tail = needed
     ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
     if max_scores is not None:
         ctx.mark_non_differentiable(max_scores)
@@ -99,9 +99,9 @@ class _Eager(torch.autograd.Function):
     """The same past the dispatcher: where no mode or transform may see what a call does."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Outputs], kept: Kept, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, run: Callable[[], Outputs], needed: Needed, *tensors: Tensor) -> Any:
         out, lse, max_scores = run()
-        _save(ctx, kept, tensors, (out, lse, max_scores))
+        _save(ctx, needed, tensors, (out, lse, max_scores))
         return out, lse, max_scores
 
     @staticmethod
@@ -123,10 +123,10 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | N
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
     tensors, static = split(flatten(call, backend))
-    kept = kept_of(static, tensors)
-    results = _apply_eager(run, kept, *tensors)
+    needed = needed_of(static, tensors)
+    results = _apply_eager(run, needed, *tensors)
     if found is not None:
-        found.learn(tensors, kept)
+        found.learn(tensors, needed)
     return results
 
 
@@ -137,9 +137,9 @@ def replayed(found: Found) -> Outputs | None:
         return None
     if found.dropout_p:
         found = found.drawn()
-    (kept, sunk), operands = replay.static, found.operands
+    (needed, sunk), operands = replay.static, found.operands
     tensors = operands if sunk else (*operands[:3], None, *operands[3:])
-    return _apply_eager(partial(replay, found.addresses), kept, *tensors)
+    return _apply_eager(partial(replay, found.addresses), needed, *tensors)
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:
