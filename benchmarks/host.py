@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -137,16 +136,6 @@ def _check(timed: Timed, operands: list[Tensor], dout: Tensor) -> None:
         torch.testing.assert_close(x.double(), y, rtol=0.05, atol=0.05)
 
 
-def _microseconds(step: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        step()
-    seconds = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e6 * seconds / CALLS
-
-
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--rounds", type=int, default=7)
@@ -174,12 +163,12 @@ def main() -> None:
         for x, own, step in zip(here, given_to, steps, strict=True):
             for _ in range(5):  # by the fifth call all are replayed
                 _check(x, own, dout)
-            _microseconds(step)
+            host_layouts.microseconds(step, CALLS)
         samples: list[list[float]] = [[] for _ in here]
         for turn in range(given.rounds):
             for i in range(len(here)):
                 place = (turn + i) % len(here)
-                samples[place].append(_microseconds(steps[place]))
+                samples[place].append(host_layouts.microseconds(steps[place], CALLS))
         median = {x.name: statistics.median(times) for x, times in zip(here, samples, strict=True)}
         for x, times in zip(here, samples, strict=True):
             us = median[x.name]

@@ -177,14 +177,15 @@ def check(cell: Cell) -> None:
         torch.testing.assert_close(x.double(), y, rtol=0.05, atol=0.05)
 
 
-def microseconds(step: Step) -> float:
+def microseconds(step: Step, calls: int = CALLS) -> float:
+    """The host's time of a call, of so many without a synchronization."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         step()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e6 * seconds / CALLS
+    return 1e6 * seconds / calls
 
 
 def measure(rounds: int, words: str, run: Any, out: Path | None) -> None:

@@ -333,7 +333,16 @@ def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tenso
     Args:
         more: what else it takes that is no tensor.
     """
-    return _of_flat(name, arguments, more, out)
+    if on_host(arguments[0]) or watched():
+        return None
+    tensors, static = split(arguments)
+    if (tail := tail_of(static)) is None:
+        return None
+    operands = [x for x in tensors if x is not None]
+    if not PLAIN.issuperset(map(type, operands)):
+        return None
+    key = name, tensors[3] is None, *more, tail, _settings(operands[0])
+    return _find(key, operands) if out is None else _find((*key, "out"), (*operands, out), 1)
 
 
 def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool]) -> Found | None:
@@ -355,19 +364,6 @@ def of_saved(
         return None
     static = "backward", given[1] is None, tensors[3] is None, *wanted, tail, _settings(given[0])
     return _find(static, operands)
-
-
-def _of_flat(name: str, arguments: Sequence[Any], more: Sequence[Hashable], out: Tensor | None) -> Found | None:
-    if on_host(arguments[0]) or watched():
-        return None
-    tensors, static = split(arguments)
-    if (tail := tail_of(static)) is None:
-        return None
-    operands = [x for x in tensors if x is not None]
-    if not PLAIN.issuperset(map(type, operands)):
-        return None
-    key = name, tensors[3] is None, *more, tail, _settings(operands[0])
-    return _find(key, operands) if out is None else _find((*key, "out"), (*operands, out), 1)
 
 
 def tail_of(static: Static) -> Hashable | None:
