@@ -63,7 +63,7 @@ def compiled(*operands: Tensor, mode: str | None = None, dynamic: bool | None = 
         result = call(*operands)
         out = result if isinstance(result, Tensor) else result[0]
         if learned and out.requires_grad:
-            torch.autograd.grad(out.sum(), learned, allow_unused=True)
+            torch.autograd.grad(out.sum(), learned, allow_unused=True, retain_graph=True)  # as `check` does
         del result, out
     reseed(operands[0].device)
     torch.compiler.cudagraph_mark_step_begin()
