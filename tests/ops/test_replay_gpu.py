@@ -118,7 +118,7 @@ def test_appends_are_replayed(rotates: bool, repeated: list[Any]) -> None:
             if forgets:
                 replay.forget()
         found.append([*caches, *(x for x in queries if x is not None)])
-    assert len(repeated) == 3
+    assert len(repeated) >= 3
     assert all(map(torch.equal, *found))
 
 

@@ -46,7 +46,7 @@ def one(kind: str, dice: Dice, program: Program, sizes: Sizes) -> str:
         case "temperature":
             return f"temperature({program.captured(f'{h}', learns, '.exp()')})"
     text, reads = "s", kind == "captured in a score"
-    for _ in range(dice.number(1, 3)):
+    for _ in range(dice.among(1, 1, 1, 2)):
         text = wrapped(text, dice, lambda: term(dice, program, sizes, learns) if reads else plain(dice))
     if reads and not program.made:
         text = f"{text} + {term(dice, program, sizes, learns)}"
