@@ -180,7 +180,7 @@ class _Graphs(torch.autograd.Function):
     def forward(ctx: Any, keywords: dict[str, Any], *leaves: Tensor) -> tuple[Tensor, ...]:
         device, static = leaves[0].device, [x.requires_grad_() for x in copies(*leaves[:3])]
         graph = torch.cuda.CUDAGraph()
-        with torch.enable_grad(), torch.cuda.graph(graph):
+        with torch.enable_grad(), torch.cuda.graph(graph, stream=torch.cuda.current_stream(device)):
             results = tuple(attention(*static, **keywords, return_lse=True))
         reseed(device)
         graph.replay()
@@ -193,7 +193,8 @@ class _Graphs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         static = [torch.zeros_like(x) for x in gradients[:2]]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=ctx.graph.pool()):
+        stream = torch.cuda.current_stream(static[0].device)
+        with torch.cuda.graph(graph, pool=ctx.graph.pool(), stream=stream):
             found = torch.autograd.grad(ctx.results[:2], ctx.leaves, static, allow_unused=True)
         for x, given in zip(static, gradients[:2], strict=True):
             x.copy_(given)
@@ -209,7 +210,10 @@ def graphed_step(*operands: Tensor, **keywords: Any) -> Result:
         return attention(*operands, **keywords)
     sink = [keywords["sink"]] if "sink" in keywords else []
     leaves = [*operands, *sink, *captured_tensors(keywords.get("score_mod")).values()]
-    return _Graphs.apply(keywords, *leaves)
+    with side_stream(
+        operands[0].device
+    ):  # that of the captures: a graph accumulates on the stream that first used a leaf
+        return _Graphs.apply(keywords, *leaves)
 
 
 compiled_dynamic = partial(compiled, dynamic=True)
