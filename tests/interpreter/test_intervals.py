@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, causal, interval, mask_mod
+from saccade import Dense, Packed, Paged, alibi, causal, interval, mask_mod
 from saccade.backends.device import block_lists
 from saccade.call import Call
 from saccade.masks import TILE
@@ -129,3 +129,12 @@ def test_paged(end_to_end):
         layout, q = Paged(table, used), torch.randn(3, 5, H_Q, D)
         mask = interval(*bounds((3, 5), 60))
     check(q, *cache, mask=mask, layout=layout, backend="triton").assert_ok()
+
+
+def test_steep_linear_scores_of_keys_far_from_the_row():
+    """Sums of a large number that grows with the key and of one that takes it away again would lose bits."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(1, 4, n, 64).half() for n in (300, 400, 400))
+    start = torch.randint(-5, 400, (1, 300))
+    mask = interval(start, start + torch.randint(-10, 400, (1, 300)))
+    check(q, k, v, mask=mask, score_mod=alibi(30 * torch.rand(4)), backend="triton", backward=False).assert_ok()

@@ -289,9 +289,14 @@ def level_at(tiles, levels, start):
 def linear_terms(args, q_idx):
     """Of a score that is linear in the key's index: each row's pitch, in units of the products, a key; what is added to
     all of its scores, natural, if keys are counted from one key; and that key: [block_q] each."""
-    key = within(q_idx + args.off, 0, tl.maximum(args.keys - 1, 0))  # one of the sequence's: sums with others lose bits
+    last = tl.maximum(args.keys - 1, 0)
+    key = within(q_idx + args.off, 0, last)
     zero = q_idx.to(tl.float32) * 0
     pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
+    level = zero + args.score.level(args.score.data, args.b, args.h, q_idx, key)
+    # The sequence's key nearest to where the score is zero: large numbers that cancel would lose bits.
+    root = key.to(tl.float32) - level / pitch
+    key = within(tl.where(root == root, root, 0.0), 0.0, last.to(tl.float32)).to(tl.int32)
     return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key
 
 
