@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade import hardware
-from saccade.backends import Backend
+from saccade.backends import Backend, Launches
 from saccade.bounded_cache import BoundedCache
 from saccade.call import Call
 from saccade.errors import Unsupported
@@ -27,8 +27,7 @@ class Plan:
 
     spec: Spec
     backend: str
-    launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the backend keeps for calls of the same shapes and strides."""
+    launches: Launches = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def module(self) -> Backend:
@@ -72,7 +71,7 @@ def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Cal
     chosen = _plans.get(key)
     if chosen is None:
         chosen = _plans.put(key, replace(_plan_of(call, backend, gradient), launches={}))
-    return chosen, call.planned(chosen.launches)
+    return chosen, call
 
 
 def plan_of(call: Call, backend: str, gradient: bool = False) -> Plan:

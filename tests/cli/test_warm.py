@@ -38,7 +38,7 @@ for shape, order, s_k in calls:
     k, v = torch.zeros(2, *shape).half()
     problem = check_call(q, k, v, mask=causal(), layout=Dense(order), scale=0.3)
     plan, problem = dispatch.planned(problem, "auto")
-    plan.module.run_forward(problem, False)
+    plan.module.run_forward(problem, plan.launches, False)
     print(plan.backend, "ran")
 """
 

@@ -53,7 +53,7 @@ class Replay:
             }
             rest = replace(rest, **views, **of_rows)
         with torch._C._AutoDispatchBelowAutograd():
-            results = list(self.function(self.plan, call.planned({}), rest))
+            results = list(self.function(self.plan, call, rest))
         return [None if x is out and not self.backward else x for x in results]
 
 

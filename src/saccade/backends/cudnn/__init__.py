@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade.backends import CALLBACKS, Gradients, Outputs, Saved, Support
+from saccade.backends import CALLBACKS, Gradients, Launches, Outputs, Saved, Support
 from saccade.backends.cudnn.graphs import installed
 from saccade.call import Call
 from saccade.masks import Window
@@ -62,13 +62,13 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
-    return *launch.forward(call, lse), None
+    return *launch.forward(call, launches, lse), None
 
 
-def run_backward(call: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.cudnn import launch
 
-    return launch.backward(call, saved)
+    return launch.backward(call, launches, saved)
