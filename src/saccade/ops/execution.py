@@ -133,12 +133,12 @@ def forward_of(
     Args:
         found: the call, if it has a key.
     """
-    dtype = torch.float64 if flat[0].dtype == torch.float64 else torch.float32
     if found is not None and (results := found.again()) is not None:
-        nothing = partial(found.replay.nothing, dtype)
+        nothing = found.replay.nothing
     else:
         call, backend = unflatten(*flat, out=out)
-        results, nothing = execute(call, backend, lse, found), partial(flat[0].new_empty, 0, dtype=dtype)
+        results = execute(call, backend, lse, found)
+        nothing = partial(flat[0].new_empty, 0, dtype=call.lse_dtype())
     result, row_lse, max_scores = results
     row_lse, max_scores = (nothing() if x is None else x for x in (row_lse, max_scores))
     return cast(Tensor, result), row_lse, max_scores

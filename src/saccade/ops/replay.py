@@ -55,8 +55,8 @@ class Kept(Protocol):
         """The results; None for one that is an operand."""
         ...
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor."""
+    def nothing(self) -> Tensor:
+        """An empty tensor of the LSE's dtype."""
         ...
 
 
