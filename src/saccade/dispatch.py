@@ -63,7 +63,7 @@ def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
 
 
 def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
-    """`plan(call.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
+    """`plan(call.spec, …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
     the backend takes it, with what its score masks in its mask."""
     if call.score is not None:
         call = move_to_mask(call, backend)
@@ -74,13 +74,8 @@ def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Cal
     return chosen, call
 
 
-def plan_of(call: Call, backend: str, gradient: bool = False) -> Plan:
-    """The Plan alone."""
-    return planned(call, backend, gradient)[0]
-
-
 def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
-    spec = call.spec()
+    spec = call.spec
     chosen = plan(spec, backend, gradient)
     passed_over = backend == "auto" and not gradient and outrun(chosen.backend, call) is not None
     if not passed_over and not reasons_against(chosen.backend, call, gradient):
@@ -88,9 +83,9 @@ def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
     return Plan(spec, _first(call, spec, backend, gradient))
 
 
-def plan_for(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
-    """`plan` or `plan_of`."""
-    return plan(call, backend, gradient) if isinstance(call, Spec) else plan_of(call, backend, gradient)
+def plan_of(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
+    """The Plan alone, of a Call or of any with this Spec."""
+    return plan(call, backend, gradient) if isinstance(call, Spec) else planned(call, backend, gradient)[0]
 
 
 _plans: BoundedCache[Any, Plan] = BoundedCache(4096)
@@ -109,7 +104,7 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     support = module.GRADIENT if gradient else module.SUPPORT
     if support is None:
         return ["has no backward"]
-    spec = call if isinstance(call, Spec) else call.spec()
+    spec = call if isinstance(call, Spec) else call.spec
     if reasons := support.reasons(spec):
         return reasons
     if hardware.present(spec.device) and (obstacle := module.obstacle()) is not None:

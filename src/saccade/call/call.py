@@ -21,9 +21,6 @@ from saccade.spec import DTYPES, Spec
 _BHSD = Dense()
 _VIEWS = "q", "k", "v", "out"
 _OF_VIEWS = {*_VIEWS, "layout"}
-_FIELDS = (
-    "given", "layout", "mask", "score", "sink", "scale", "deterministic", "dropout", "max_scores", "descale", "first_b",
-)  # fmt: skip
 
 
 class Call:
@@ -58,7 +55,7 @@ class Call:
 
     key: tuple[Hashable, ...]
     """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
-    static: Spec
+    spec: Spec
     """What of it has a text form."""
     latent: bool
     """Whether values are read with the keys of a paged cache."""
@@ -120,8 +117,7 @@ class Call:
             views = {name: getattr(self, name) for name in _VIEWS}
             changes = views | ({} if changes.keys().isdisjoint(_OF_VIEWS) else {"given": None}) | changes
         call = object.__new__(Call)
-        for name, x in ({name: getattr(self, name) for name in _FIELDS} | changes).items():
-            object.__setattr__(call, name, x)
+        call.__dict__.update({name: x for name, x in self.__dict__.items() if name not in _COMPUTED}, **changes)
         return call
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -228,10 +224,7 @@ class Call:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
         return empty_like_rows(self.q, self.v.shape[3], self.out_dtype) if self.out is None else self.out
 
-    def spec(self) -> Spec:
-        return self.static
-
-    def _static(self) -> Spec:
+    def _spec(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
             kv="" if self.k.dtype == self.q.dtype else DTYPES[self.k.dtype],
@@ -257,9 +250,9 @@ class Call:
 
 
 _DERIVED: dict[str, Callable[[Call], Any]] = {
-    "key": Call._key, "static": Call._static, "latent": Call._latent, "extent": Call._extent,
-    "positions": Call._positions,
+    "key": Call._key, "spec": Call._spec, "latent": Call._latent, "extent": Call._extent, "positions": Call._positions,
 }  # fmt: skip
+_COMPUTED = {*_VIEWS, *_DERIVED}
 
 
 class Sequence(NamedTuple):

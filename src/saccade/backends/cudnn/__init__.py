@@ -51,7 +51,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
             reasons.append(str(reason))
     if gradient and call.q.shape[2] == call.k.shape[2] == 1:
         reasons.append("has no backward for one query and one key")
-    spec = call.spec()
+    spec = call.spec
     if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
         reasons.append(f"supports head dims up to 128 in the backward on {spec.device}, not {max(spec.d, spec.d_v)}")
     return reasons

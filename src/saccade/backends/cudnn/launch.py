@@ -182,7 +182,7 @@ def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
         return built_graph(key, handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as refused:
         reason = f"cuDNN {cudnn.backend_version()} does not build its graph: {refused}"
-        raise Unsupported(f"no backend runs {call.spec()}\n  cudnn: {reason}") from refused
+        raise Unsupported(f"no backend runs {call.spec}\n  cudnn: {reason}") from refused
 
 
 def _used_rows(call: Call) -> UsedRows | None:

@@ -77,11 +77,8 @@ def states_launch(
 
 def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each q block its tiles of keys, or `by_keys` for each kv block its tiles of rows."""
-
-    def compute(of: Call) -> Tensor:
-        return states(of, launches if of is call else {})  # else of another mask, whose states no longer hold
-
-    tile_states, outlives = block_sparsity.states_of(call, compute)
+    # Where a Blocked mask's states no longer hold, they are computed of another call, that of the mask inside.
+    tile_states, outlives = block_sparsity.states_of(call, lambda of: states(of, launches if of is call else {}))
     b, h = tile_states.shape[:2]
     lengths = call.q.shape[2], call.k.shape[2]
     blocks = block_q, block_k

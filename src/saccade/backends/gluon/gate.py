@@ -93,7 +93,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(call)
     score = launch.score_record(call, distance_tables.empty(call), captured)
-    config = forward_config(call.spec(), GPU, "tile" if captured else weight(call, score))
+    config = forward_config(call.spec, GPU, "tile" if captured else weight(call, score))
     config = TWO_CONSUMERS if "short" in row.words else config
     mask = launch.mask_record(call, {}, config) if paged else device_mask(call)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None

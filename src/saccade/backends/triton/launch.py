@@ -156,4 +156,4 @@ def rising(call: Call) -> bool:
 
 
 def _config(kernel: str, call: Call) -> TileConfig:
-    return config(kernel, call.spec(), configs.gpu_of(call.q.device))
+    return config(kernel, call.spec, configs.gpu_of(call.q.device))

@@ -123,7 +123,7 @@ def split_kv(call: Call, processors: int) -> SplitKV:
 def config(call: Call, rows: int) -> TileConfig:
     """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
     room in a multiprocessor."""
-    spec, layout = call.spec(), call.layout
+    spec, layout = call.spec, call.layout
     if spec.dtype == "fp32":
         return formula("forward", spec)
     wide, eight = max(block_d(spec.d), block_d(spec.d_v)), call.k.dtype in EIGHT_BITS

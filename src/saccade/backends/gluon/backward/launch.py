@@ -46,11 +46,7 @@ def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    call: Call,
-    launches: Launches,
-    saved: Saved,
-    levels: LevelSums | None = None,
-    captured: BackwardCapture | None = None,
+    call: Call, launches: Launches, saved: Saved, levels: LevelSums | None, captured: BackwardCapture | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = call.q, call.k, call.v
@@ -104,12 +100,6 @@ def workspace(
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)
     return neg_delta, neg_lse, dq_accum, DQSemaphore(ranks, counts, runtime_int(plan.ranks[1]))
-
-
-def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
-    """Bytes of `workspace`; d is the larger head dim."""
-    config = BackwardConfig.of(d, d)
-    return b * h_q * -(-s_q // config.block_q) * config.block_q * (4 * config.columns + 8)
 
 
 def arguments(

@@ -56,11 +56,7 @@ LATE_ROUNDS = 16
 
 
 def forward(
-    call: Call,
-    launches: Launches,
-    lse: bool = True,
-    tile: ForwardConfig | None = None,
-    arrivals: Arrivals | None = None,
+    call: Call, launches: Launches, lse: bool, tile: ForwardConfig | None = None, arrivals: Arrivals | None = None
 ) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     out = _destination(call)
@@ -111,7 +107,7 @@ def captured_rows(call: Call) -> CapturedTile | None:
 def config_of(call: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
     """The schedule of a call's kernel."""
     weight = scores.weight(call, score) if captured is None else "tile"
-    config = forward_config(call.spec(), configs.gpu_of(call.q.device), weight)
+    config = forward_config(call.spec, configs.gpu_of(call.q.device), weight)
     return for_rows(call, config, multiprocessors(call.q.device))
 
 
@@ -200,12 +196,7 @@ def mask_record(call: Call, launches: Launches, config: ForwardConfig) -> masks.
 
 
 def prepare(
-    call: Call,
-    out: Tensor,
-    config: ForwardConfig,
-    processors: int,
-    captured: CapturedTile | None = None,
-    arriving: bool = False,
+    call: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None, arriving: bool
 ) -> TMALaunch:
     """The launch of all calls of the Call's key; arriving: of those whose keys come while they run."""
     q, k, v = call.q, call.k, call.v
