@@ -145,7 +145,7 @@ def test_plans_of_forward_and_backward_are_kept_apart(everywhere):
     ahead = plan_of(call, "auto")
     back = plan_of(call, "auto", gradient=True)
     assert ahead.launches is not back.launches
-    assert planned(call, "auto", gradient=True)[1].launches is back.launches
+    assert planned(call, "auto", gradient=True)[0].launches is back.launches
     assert plan_of(call, "auto") is ahead
 
 
@@ -158,10 +158,10 @@ def test_planning_changes_nothing(everywhere):
     plan, hidden = planned(call, "auto")
     assert {name: vars(call)[name] for name in before} == before
     assert call.replace().key == key == call.key
-    assert (str(call.spec().mask), plan.spec.mask, hidden.spec().mask) == ("none", "causal", "causal")
+    assert (str(call.spec.mask), plan.spec.mask, hidden.spec.mask) == ("none", "causal", "causal")
     assert hidden.key != key
     assert planned(call, "reference")[1].mask is None
-    for name in ("mask", "out", "launches"):
+    for name in ("mask", "out", "first_b"):
         with pytest.raises(FrozenInstanceError):
             setattr(call, name, None)
 
@@ -174,7 +174,7 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
     made = NAMED["causal"].inputs()
     call = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
-    assert plan_spec(call.spec()).backend == "cpu"
+    assert plan_spec(call.spec).backend == "cpu"
     assert plan_of(call, "auto").backend == "reference"
     with pytest.raises(Unsupported, match="cpu: not today"):
         plan_of(call, "cpu")
@@ -189,9 +189,9 @@ def test_gradients_go_to_the_backward_that_is_planned(everywhere):
     cpu, triton = (import_module(f"saccade.backends.{name}") for name in ("cpu", "triton"))
     asked = []
 
-    def backward(call, saved):
-        asked.append(call.spec().device)
-        return cpu.run_backward(call, saved)
+    def backward(call, launches, saved):
+        asked.append(call.spec.device)
+        return cpu.run_backward(call, launches, saved)
 
     everywhere.setattr(triton, "SUPPORT", replace(cpu.SUPPORT, dtypes=()))
     everywhere.setattr(triton, "GRADIENT", cpu.SUPPORT)

@@ -75,7 +75,7 @@ def _states(call: Call) -> Tensor:
     if call.q.is_cuda and hardware.triton_obstacle() is None:
         from saccade.backends.device import block_lists
 
-        return block_lists.states(call)
+        return block_lists.states(call, {})
     return compute_states(call)
 
 

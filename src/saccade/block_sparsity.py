@@ -34,7 +34,7 @@ def states_of(call: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bo
         if known and _sources.get(mask.states.untyped_storage()._cdata) == source:
             return mask.states, True
         mask = mask.mask  # it has changed since its states were computed
-        call = call.replace(mask=mask, launches={})
+        call = call.replace(mask=mask)
     lengths = call.q.shape[2], call.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (mask.numbers, call.layout.text, *states_shape(call), *lengths)
     key = "states", mask.identity, numbers, str(call.q.device)

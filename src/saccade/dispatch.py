@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from saccade import hardware
-from saccade.backends import Backend
+from saccade.backends import Backend, Launches
 from saccade.bounded_cache import BoundedCache
 from saccade.call import Call
 from saccade.errors import Unsupported
@@ -27,8 +27,7 @@ class Plan:
 
     spec: Spec
     backend: str
-    launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the backend keeps for calls of the same shapes and strides."""
+    launches: Launches = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def module(self) -> Backend:
@@ -64,7 +63,7 @@ def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
 
 
 def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Call]:
-    """`plan(call.spec(), …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
+    """`plan(call.spec, …)`, by way of the Call's key, which costs less to make than a Spec; and the Call as
     the backend takes it, with what its score masks in its mask."""
     if call.score is not None:
         call = move_to_mask(call, backend)
@@ -72,16 +71,11 @@ def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Cal
     chosen = _plans.get(key)
     if chosen is None:
         chosen = _plans.put(key, replace(_plan_of(call, backend, gradient), launches={}))
-    return chosen, call.planned(chosen.launches)
-
-
-def plan_of(call: Call, backend: str, gradient: bool = False) -> Plan:
-    """The Plan alone."""
-    return planned(call, backend, gradient)[0]
+    return chosen, call
 
 
 def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
-    spec = call.spec()
+    spec = call.spec
     chosen = plan(spec, backend, gradient)
     passed_over = backend == "auto" and not gradient and outrun(chosen.backend, call) is not None
     if not passed_over and not reasons_against(chosen.backend, call, gradient):
@@ -89,9 +83,9 @@ def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
     return Plan(spec, _first(call, spec, backend, gradient))
 
 
-def plan_for(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
-    """`plan` or `plan_of`."""
-    return plan(call, backend, gradient) if isinstance(call, Spec) else plan_of(call, backend, gradient)
+def plan_of(call: Spec | Call, backend: str = "auto", gradient: bool = False) -> Plan:
+    """The Plan alone, of a Call or of any with this Spec."""
+    return plan(call, backend, gradient) if isinstance(call, Spec) else planned(call, backend, gradient)[0]
 
 
 _plans: BoundedCache[Any, Plan] = BoundedCache(4096)
@@ -110,7 +104,7 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     support = module.GRADIENT if gradient else module.SUPPORT
     if support is None:
         return ["has no backward"]
-    spec = call if isinstance(call, Spec) else call.spec()
+    spec = call if isinstance(call, Spec) else call.spec
     if reasons := support.reasons(spec):
         return reasons
     if hardware.present(spec.device) and (obstacle := module.obstacle()) is not None:

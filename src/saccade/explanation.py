@@ -30,7 +30,7 @@ class Explanation:
             split = window_and_rest(call, backend)
             self.hidden = split and split[0]
             call = move_to_mask(call, backend)
-        self.spec = call if isinstance(call, Spec) else call.spec()
+        self.spec = call if isinstance(call, Spec) else call.spec
         calls = {name: whole if name in WHOLE_SCORES else call for name in dispatch.NAMES}
         self.reasons = {name: dispatch.reasons_against(name, calls[name]) for name in dispatch.NAMES}
         self._asked = dispatch.BACKENDS if backend == "auto" else (backend,)
@@ -132,7 +132,7 @@ def _backward_if_any(call: Spec | Call, backend: str) -> dispatch.Plan | None:
 
 def _plan_if_any(call: Spec | Call, backend: str, gradient: bool = False) -> dispatch.Plan | None:
     try:
-        return dispatch.plan_for(call, backend, gradient)
+        return dispatch.plan_of(call, backend, gradient)
     except Unsupported:
         return None
 

@@ -206,7 +206,7 @@ def forward(call: Call, planned: list[Part], lse: bool) -> Outputs:
     together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
     if together is not None:
         # The prefix last: it leaves more to add up, which is read again soon.
-        return together(call, [part for _, part in reversed(planned)], lse)
+        return together(call, [(part, plan.launches) for plan, part in reversed(planned)], lse)
     (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
     if call.layout.cu_seqlens_q is None:
         shape = call.q.shape[0], call.q.shape[2]
@@ -236,6 +236,6 @@ def explanation(call: Call, backend: str) -> str:
 
 
 def _run(plan: dispatch.Plan, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    out, lse, top = plan.module.run_forward(call, True)
+    out, lse, top = plan.module.run_forward(call, plan.launches, True)
     assert lse is not None
     return out, lse, top

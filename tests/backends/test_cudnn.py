@@ -187,8 +187,8 @@ def test_graphs_compute_the_score_and_its_derivative(name):
 def test_ends_of_lengths(s_q, s_k):
     """In a backward, what lies outside of the tensors is -inf, with a gradient of zero."""
     call = call_of(case("derivatives", 4, s_q, s_k).score(), None, s_q, s_k)
-    assert launch._score_graph(call, False) is score_graph(call.score, False)
-    graph = launch._score_graph(call, True)
+    assert launch._score_graph(call, {}, False) is score_graph(call.score, False)
+    graph = launch._score_graph(call, {}, True)
     assert (graph is score_graph(call.score, True)) == (s_q == 128 and s_k == 256)
     forward, backward = replayed(graph)
     x = torch.randn(1, 1, 256, 384)
@@ -343,7 +343,7 @@ def test_graph_keys_hold_what_no_key_of_a_problem_does(keys):
     tables = (score_callback(added, None, {"bias": torch.zeros(*n, 7, 9)}) for n in ((1, 1), (2, 4)))
     for score_mod, mask in (*((None, mask) for mask in masks), *((table, None) for table in tables)):
         for scale, lse in ((0.3, False), (0.3, True), (0.4, True)):
-            launch.forward(call_of(score_mod, mask).replace(scale=scale, launches=launches), lse)
+            launch.forward(call_of(score_mod, mask).replace(scale=scale), launches, lse)
     assert len(keys) == len({*keys}) == 18
 
 
@@ -374,8 +374,8 @@ def test_graphs_of_the_frontend(keys):
         q, k, v = (torch.randn(2, h, 64, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
         score = bind(keywords.pop("score_mod", None), q)
         call = Call(q, k, v, mask=keywords.get("mask"), score=score, layout=keywords.get("layout", Dense()), scale=0.1)
-        out, lse = launch.forward(call, True)
-        launch.backward(call, Saved(out, None, out, lse))
+        out, lse = launch.forward(call, {}, True)
+        launch.backward(call, {}, Saved(out, None, out, lse))
     assert len(keys) == 2 * len(calls)
     for key in keys:
         description = graphs.describe(replace(key, device=0), sm_version=90, sm_count=132)

@@ -324,8 +324,8 @@ def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None, surround
 
 
 def test_workspace() -> None:
-    """What a backward takes beside its results is what `workspace_bytes` says, and none of it is kept."""
-    from saccade.backends.gluon.backward.launch import workspace_bytes
+    """A backward takes dq's sums and two numbers of each row beside its results, and keeps none of it."""
+    from saccade.backends.gluon.backward.plan import BackwardConfig
 
     q, k, v = (x.requires_grad_() for x in operands(1, (8, 8), (4000, 4000), 128))
     dout = torch.randn_like(q)
@@ -338,7 +338,9 @@ def test_workspace() -> None:
     results = sum(x.numel() * x.element_size() for x in found)
     extra = torch.cuda.max_memory_allocated() - before - results
     # torch hands out large blocks with up to 1 MB more than was asked for; there are three.
-    assert extra <= workspace_bytes(1, 8, 4000, 128) + (3 << 20)
+    config = BackwardConfig.of(128, 128)
+    rows = 8 * -(-4000 // config.block_q) * config.block_q
+    assert extra <= rows * (4 * config.columns + 8) + (3 << 20)
     del found, out
     deadline = time.monotonic() + 10  # autograd's thread drops what it holds when `grad` has returned
     while torch.cuda.memory_allocated() > before and time.monotonic() < deadline:

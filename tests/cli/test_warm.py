@@ -38,7 +38,7 @@ for shape, order, s_k in calls:
     k, v = torch.zeros(2, *shape).half()
     problem = check_call(q, k, v, mask=causal(), layout=Dense(order), scale=0.3)
     plan, problem = dispatch.planned(problem, "auto")
-    plan.module.run_forward(problem, False)
+    plan.module.run_forward(problem, plan.launches, False)
     print(plan.backend, "ran")
 """
 
@@ -172,7 +172,7 @@ def test_wrong_shapes(tmp_path):
 def test_a_problem_is_of_its_spec(text, monkeypatch):
     monkeypatch.setattr("saccade.hardware.name", lambda device: "sm90")
     spec = Spec.parse(text)
-    assert call_of(spec, TaskShape(2, 64, 64)).spec() == spec
+    assert call_of(spec, TaskShape(2, 64, 64)).spec == spec
     assert case_of(spec, TaskShape(2, 64, 64)).name == str(spec)
 
 

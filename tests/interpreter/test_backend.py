@@ -6,11 +6,11 @@ import torch
 
 from saccade import explain
 from saccade.call import Call
-from saccade.dispatch import plan_for
+from saccade.dispatch import plan_of
 
 
 def test_gradients_are_the_kernels_own():
     x = torch.randn(1, 2, 20, 16)
     call = Call(x, x, x)
-    assert plan_for(call, "triton").backend == plan_for(call, "triton", gradient=True).backend == "triton"
+    assert plan_of(call, "triton").backend == plan_of(call, "triton", gradient=True).backend == "triton"
     assert explain("fp32 d64 cpu", backend="triton").plan.backend == "triton"

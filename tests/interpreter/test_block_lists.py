@@ -57,7 +57,7 @@ def test_lists(tile, by_keys):
     q, k = torch.empty(1, 2, s_q, 1), torch.empty(1, 2, s_k, 1)
     call = Call(q, k, k, mask=mask)
     held = block_sparsity.compute_states(call)
-    made = block_lists.build(call, *tile, by_keys)
+    made = block_lists.build(call, {}, *tile, by_keys)
     whole = torch.zeros(1, s_q + 192, s_k + 128, dtype=torch.bool)
     whole[:, :s_q, :s_k] = mask.visible(s_q, s_k)
     if by_keys:
@@ -84,8 +84,8 @@ def test_ranks():
     mask = mask_mod(lambda b, h, q_idx, kv_idx: table[q_idx // 64, kv_idx // 64])
     q = torch.empty(1, 1, 192, 1)
     call = Call(q, q, q, mask=mask)
-    made = block_lists.build(call, 64, 64, by_keys=True)
-    assert block_lists.ranks(call, made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
+    made = block_lists.build(call, {}, 64, 64, by_keys=True)
+    assert block_lists.ranks({}, made, 3)[0, 0].tolist() == [[2, 1, 1], [1, 1, 1], [0, 0, 0]]
 
 
 LAYOUT = Packed(
@@ -103,8 +103,8 @@ def test_packed_lists(by_keys):
     """The list of each block is that of its sequence alone."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence) & causal())
-    made = block_lists.build(call, 64, 32, by_keys)
-    entries = iter(sequences.table(call, by_keys, 32 if by_keys else 64).tolist())
+    made = block_lists.build(call, {}, 64, 32, by_keys)
+    entries = iter(sequences.table(call, {}, by_keys, 32 if by_keys else 64).tolist())
     (total, _), seen = next(entries), set()
     ones = [
         part.call.replace(mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
@@ -114,14 +114,14 @@ def test_packed_lists(by_keys):
         if b == len(ones):  # behind the last sequence
             assert made.count[0, :, number].tolist() == [[0, 0]] * 2
             continue
-        alone = block_lists.build(ones[b], 64, 32, by_keys)
+        alone = block_lists.build(ones[b], {}, 64, 32, by_keys)
         block = number - start if by_keys else alone.count.shape[2] - 1 - (number - start)  # the last rows first
         seen.add((b, block))
         for h in range(2):
             counts = made.count[0, h, number].tolist()
             assert counts == alone.count[0, h, block].tolist()
             assert torch.equal(made.index[0, h, number, : counts[1]], alone.index[0, h, block, : counts[1]])
-    assert len(seen) == sum(block_lists.build(one, 64, 32, by_keys).count.shape[2] for one in ones)
+    assert len(seen) == sum(block_lists.build(one, {}, 64, 32, by_keys).count.shape[2] for one in ones)
     assert not made.count[:, :, total:].any()
 
 
@@ -129,9 +129,9 @@ def test_packed_ranks():
     """Those of each sequence alone; programs without a block come one after the other."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
-    table, made = sequences.table(call, 1, 32), block_lists.build(call, 64, 32, by_keys=True)
+    table, made = sequences.table(call, {}, 1, 32), block_lists.build(call, {}, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
-    found = block_lists.ranks(call, made, 9, table)
+    found = block_lists.ranks({}, made, 9, table)
     assert found.shape == (1, 2, sequences.slots(call, 1, 32) + 1, 9)
     visits = [
         [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]
@@ -164,4 +164,4 @@ def test_packed_sequences():
 def test_states(name):
     q = torch.empty(1, 2, S, 1)
     call = Call(q, q, q, mask=as_mask(MASKS[name]))
-    assert torch.equal(block_lists.states(call), block_sparsity.compute_states(call))
+    assert torch.equal(block_lists.states(call, {}), block_sparsity.compute_states(call))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade import Dense, Packed, attention, causal, dispatch, relative_bias, t5_bias, window
+from saccade.backends import Launches
 from saccade.backends.device import distance_tables, level_sums
 from saccade.backends.device.level_sums import LevelSums
 from saccade.call import Call
@@ -80,8 +81,8 @@ def test_few_distances(kind: str, s_q: int, s_k: int) -> None:
 def test_a_wrong_table_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = distance_tables.tables
 
-    def moved(call: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(call, fast)
+    def moved(call: Call, launches: Launches, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, launches, fast)
         return (*found[:3], found[3] + 2) if found else ()
 
     assert report("relative", 30, 30, "causal").ratios["out"] <= 1
@@ -94,8 +95,8 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
     """By 70 distances: tiles that hold some in reach are taken for others."""
     fill = distance_tables.tables
 
-    def nearer(call: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(call, fast)
+    def nearer(call: Call, launches: Launches, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, launches, fast)
         if found:
             found[0][..., :2] += 70 * torch.tensor(ends)
         return found
@@ -122,7 +123,7 @@ def test_a_wrong_reach_is_rejected(ends: tuple[float, float], monkeypatch: pytes
 def test_reach(score_mod: Any, reach: list[list[int]]) -> None:
     q = torch.randn(1, 2, 20, 16)
     call = Call(q, q, q, score=bind(score_mod, q))
-    table = distance_tables.tables(call)[0]
+    table = distance_tables.tables(call, {})[0]
     assert torch.equal(table[0, :, :2], torch.tensor(reach, dtype=torch.float32))
 
 

@@ -35,7 +35,7 @@ def scheduled(call: Call, cut: launch.Cut) -> Any:
     schedule = launch.empty_schedule(call, cut)
     schedule.starts.fill_(-7)
     lengths = call.q.shape[2], call.layout.capacity(call.k.shape[2])
-    launch.scheduling(call)(None, (schedule, *sequences.spans(call), masks.record(call), *lengths))
+    launch.scheduling({})(None, (schedule, *sequences.spans(call), masks.record(call), *lengths))
     return schedule
 
 
@@ -55,7 +55,7 @@ def parts_of(call: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tenso
             stop = min(end, starts[number + 1])
             first, last = (launch.BLOCK_K * (x + firsts[number] - starts[number]) for x in (place, stop))
             if (place, stop) == (starts[number], starts[number + 1]):
-                found, found_lse, _ = run_forward(whole[number], True)
+                found, found_lse, _ = run_forward(whole[number], {}, True)
                 assert found_lse is not None
                 out[number], lse[number] = found[0], found_lse[0]
             else:
@@ -68,7 +68,7 @@ def write_part(cut: launch.Cut, call: Call, keys: tuple[int, int], out: Tensor, 
     """The results of one sequence's keys in a range, in tiles of 64 rows."""
     own = mask_mod(lambda b, h, q_idx, kv_idx: (kv_idx >= keys[0]) & (kv_idx < keys[1]))
     mask = own if call.mask is None else call.mask & own
-    rows_out, rows_lse, _ = run_forward(call.replace(mask=mask, sink=None), True)
+    rows_out, rows_lse, _ = run_forward(call.replace(mask=mask, sink=None), {}, True)
     assert rows_lse is not None
     heads, group, s_q = 64 // cut.rows, call.group, call.q.shape[2]
     packs = -(-group // heads)
@@ -86,7 +86,7 @@ def merged(call: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
     out, lse = call.empty_out().fill_(torch.nan), torch.full(call.q.shape[:3], torch.nan)
     parts = parts_of(call, cut, schedule, out, lse)
     arguments = *parts, TensorArgs.of(out), lse, call.sink, schedule, *call.q.shape[1:3]
-    launch.merging(call, cut)(None, arguments)
+    launch.merging(call, {}, cut)(None, arguments)
     return out, lse
 
 
@@ -114,7 +114,7 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
     cut = launch.Cut.of(call, processors)
     schedule = scheduled(call, cut)
     out, lse = merged(call, cut, schedule)
-    exact = run_forward(call, True)
+    exact = run_forward(call, {}, True)
     torch.testing.assert_close(out, exact[0])
     torch.testing.assert_close(lse, exact[1])
 

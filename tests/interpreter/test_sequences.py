@@ -103,7 +103,7 @@ def packed(t: int) -> tuple[Call, torch.Tensor]:
 def test_places_of_programs(last_first: bool) -> None:
     """Each program's tile is where the table has it, whichever rows come first; who has none is behind all."""
     heads, (call, blocks) = 3, packed(180)
-    table = sequences.table(call, 1, BLOCK)
+    table = sequences.table(call, {}, 1, BLOCK)
     many, total = sequences.slots(call, 1, BLOCK) + 1, int(blocks.sum())
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
     span = sequences.spans(call, table)[1]
@@ -124,7 +124,7 @@ def test_lists_of_work_items(section: int, by_blocks: bool) -> None:
     """The Hopper forward's items: each block of each head once, as many heads in turns as a section has, and its list
     where `tile_of`, the last rows first, has that block."""
     heads, packs, (call, blocks) = 6, 3, packed(180)
-    spans = sequences.spans(call, sequences.table(call, 0, BLOCK))
+    spans = sequences.spans(call, sequences.table(call, {}, 0, BLOCK))
     total = int(blocks.sum())
     tiles, items = torch.full((2, total * heads, 4), -1, dtype=torch.int32)
     places_kernel[(total * heads,)](tiles, spans[0], heads, 180, BLOCK, True)
@@ -154,13 +154,13 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
     call = Call.of_views(x, x, x, Packed(cu, cu, 180, 180))
     many = sequences.slots(call, 1, BLOCK) + 1
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
-    span = sequences.spans(call, sequences.table(call, 1, BLOCK))[1]
+    span = sequences.spans(call, sequences.table(call, {}, 1, BLOCK))[1]
     places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
     for b, _, start, place in found.tolist():
         assert 0 <= b <= 2
         assert 0 <= start <= 180
         assert 0 <= place < many
-    spans = sequences.spans(call, sequences.table(call, 0, BLOCK))
+    spans = sequences.spans(call, sequences.table(call, {}, 0, BLOCK))
     total = int(spans[0].tiles[0, 0])
     items = torch.full((total * heads, 4), -1, dtype=torch.int32)
     items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK, False)

@@ -33,19 +33,19 @@ def right(call, lse, delta):
 def test_sums(b, s_q, monkeypatch):
     monkeypatch.setattr(gradients, "SINK_ROWS", 256)
     call, lse, delta = problem(b, s_q)
-    found = sink_gradient(call, Saved(call.q, None, call.q, lse), delta.mT.contiguous().mT)
+    found = sink_gradient(call, {}, Saved(call.q, None, call.q, lse), delta.mT.contiguous().mT)
     torch.testing.assert_close(found, right(call, lse, delta))
-    without_end = call.replace(sink=torch.full((3,), math.inf), launches={})
-    assert not sink_gradient(without_end, Saved(call.q, None, call.q, torch.full_like(lse, math.inf)), delta).any()
+    without_end = call.replace(sink=torch.full((3,), math.inf))
+    assert not sink_gradient(without_end, {}, Saved(call.q, None, call.q, torch.full_like(lse, math.inf)), delta).any()
 
 
 def test_without_keys_the_lse_alone_has_a_gradient():
     call, lse, dlse = problem(2, 9)
-    found = sink_gradient(call, Saved(call.q, dlse, call.q, lse))
+    found = sink_gradient(call, {}, Saved(call.q, dlse, call.q, lse))
     torch.testing.assert_close(found, right(call, lse, -dlse))
-    assert not sink_gradient(call, Saved(call.q, None, call.q, lse)).any()
+    assert not sink_gradient(call, {}, Saved(call.q, None, call.q, lse)).any()
     none, lse, dlse = problem(2, 0)
-    assert not sink_gradient(none, Saved(none.q, dlse, none.q, lse)).any()
+    assert not sink_gradient(none, {}, Saved(none.q, dlse, none.q, lse)).any()
 
 
 @pytest.mark.parametrize("wrong", ["heads", "batch rows", "sign"])

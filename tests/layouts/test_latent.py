@@ -84,7 +84,7 @@ def test_a_compiled_call_is_latent(monkeypatch):
     """What a compiler passes on is the view."""
     cache, layout = cache_of(torch.float32)
     q, seen, run = torch.randn(2, 1, 16, D), [], cpu.run_forward
-    monkeypatch.setattr(cpu, "run_forward", lambda problem, lse: seen.append(problem.latent) or run(problem, lse))
+    monkeypatch.setattr(cpu, "run_forward", lambda problem, *rest: seen.append(problem.latent) or run(problem, *rest))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def call(q: Tensor, cache: Tensor) -> Tensor:

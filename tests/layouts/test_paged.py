@@ -125,7 +125,7 @@ def test_how_caches_lie(cache, dtype):
     check(given.q, given.k, given.v, **given.keywords).assert_ok()
     layout = given.keywords["layout"]
     call = Call(given.q, given.k, given.v, layout=layout)
-    assert call.spec().aligned
+    assert call.spec.aligned
     assert cache == "apart" or not given.k.is_contiguous() or not given.v.is_contiguous()
     assert all(m * given.k.element_size() % 16 == 0 for m in strides(call.k)[:3])
 
@@ -136,7 +136,7 @@ def test_rows_that_begin_anywhere_are_not_aligned():
     for x in (*both.split(59, dim=-1), both[..., 1:60]):
         q = torch.randn(1, 1, 2, 59).half()
         call = Call(q, x, x, layout=layout)
-        assert not call.spec().aligned
+        assert not call.spec.aligned
         check(q, x, x, layout=layout).assert_ok()
 
 

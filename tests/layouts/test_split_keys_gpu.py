@@ -162,9 +162,9 @@ def test_faults_are_seen(together: int, fault: Any, parts: Any, monkeypatch: pyt
     """Wrong parts fail by the tolerance; those of the kernel stay below it, merged one by one and together."""
     merge = launch._merge
 
-    def faulty(problem: Any, given: Any, outputs: Any) -> None:
+    def faulty(call: Any, launches: Any, given: Any, outputs: Any) -> None:
         fault(*given[:2])
-        merge(problem, given, outputs)
+        merge(call, launches, given, outputs)
 
     monkeypatch.setattr(merge_kernel, "MANY_ROWS", 1 if together > 1 else 1 << 40)
     monkeypatch.setattr(launch, "_merge", faulty)

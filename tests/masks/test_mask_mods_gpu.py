@@ -88,7 +88,7 @@ def test_states() -> None:
 
     for mask in map(as_mask, masks().values()):
         call = Call(q, k, v, mask=mask)
-        assert torch.equal(block_lists.states(call), block_sparsity.compute_states(call))
+        assert torch.equal(block_lists.states(call, {}), block_sparsity.compute_states(call))
 
 
 @pytest.mark.parametrize("beforehand", [False, True])

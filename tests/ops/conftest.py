@@ -34,8 +34,8 @@ class Replay:
     def ready(self) -> bool:
         return not self.stopped
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, dtype=dtype)
+    def nothing(self) -> Tensor:
+        return torch.empty(0, dtype=self.call.lse_dtype())
 
     def __call__(self, addresses: list[int]) -> list[Tensor | None]:
         self.done.append("backward" if self.backward else "forward")
@@ -53,7 +53,7 @@ class Replay:
             }
             rest = replace(rest, **views, **of_rows)
         with torch._C._AutoDispatchBelowAutograd():
-            results = list(self.function(self.plan, call.planned({}), rest))
+            results = list(self.function(self.plan, call, rest))
         return [None if x is out and not self.backward else x for x in results]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from saccade import attention, causal, compose, mask_mod, prefix, relative_bias, window
+from saccade.backends import Launches
 from saccade.backends.device import distance_tables
 from saccade.call import Call
 from saccade.testing import scores as operations
@@ -126,8 +127,8 @@ def test_few_distances(d: int, s_q: int, s_k: int, heads: int, radius: int, back
 def test_a_wrong_reach_is_rejected(d: int, ends: tuple[float, float], backend: str, monkeypatch) -> None:
     fill = distance_tables.tables
 
-    def nearer(call: Call, fast: bool = False) -> tuple[Any, ...]:
-        found = fill(call, fast)
+    def nearer(call: Call, launches: Launches, fast: bool = False) -> tuple[Any, ...]:
+        found = fill(call, launches, fast)
         if found:
             found[0][..., :2] += torch.tensor(ends, device="cuda")
         return found

@@ -123,6 +123,8 @@ class Saved:
     """Which of the score's tensors need a gradient."""
 
 
+Launches = dict[Any, Any]
+"""What a backend keeps for Calls of one key, such as compiled kernels and grids; no tensors. A Plan's."""
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out (b, h_q, s_q, d_v); lse (b, h_q, s_q), which a backend may give unasked; and the largest score of each row,
 (b, h_q, s_q), where `call.max_scores` asks for it."""
@@ -222,15 +224,19 @@ class Backend(Protocol):
     # def outrun(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
-    # def run_parts(self, call: Call, parts: Sequence[Call], lse: bool) -> Outputs: see `shared_pages.py`.
+    # def run_parts(self, call: Call, parts: Sequence[tuple[Call, Launches]], lse: bool) -> Outputs: see
+    # `shared_pages.py`.
+
+    # One whose kernel waits for keys that come while it runs has WAITS_FOR_KEYS = True, and a run_forward with the
+    # keyword `arrivals: Arrivals | None = None`.
 
     def workspace(self, spec: Spec) -> str:
         """One line on the memory that a call needs besides its outputs."""
         ...
 
-    def run_forward(self, call: Call, lse: bool) -> Outputs: ...
+    def run_forward(self, call: Call, launches: Launches, lse: bool) -> Outputs: ...
 
-    def run_backward(self, call: Call, saved: Saved) -> Gradients: ...
+    def run_backward(self, call: Call, launches: Launches, saved: Saved) -> Gradients: ...
 
 
 def score_workspace(spec: Spec) -> str:

@@ -4,7 +4,7 @@ one likes; it has no backward of its own."""
 from __future__ import annotations
 
 from saccade import reference
-from saccade.backends import EVERYTHING, Outputs
+from saccade.backends import EVERYTHING, Launches, Outputs
 from saccade.call import Call
 from saccade.layouts import ordered_like
 from saccade.spec import Spec
@@ -21,6 +21,6 @@ def workspace(spec: Spec) -> str:
     return "several times the score matrix b h_q s_q s_k"
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     out, row_lse, max_scores = reference.attention(call)
     return ordered_like(out, call.q), row_lse, max_scores

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from saccade import hardware, masks, scores
 from saccade.alignment import ALIGNMENT, address
-from saccade.arrivals import Arrivals
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
@@ -22,10 +21,6 @@ from saccade.spec import DTYPES, Spec
 _BHSD = Dense()
 _VIEWS = "q", "k", "v", "out"
 _OF_VIEWS = {*_VIEWS, "layout"}
-_FIELDS = (
-    "given", "layout", "mask", "score", "sink", "scale", "deterministic", "dropout", "max_scores", "descale", "first_b",
-    "arrivals", "launches",
-)  # fmt: skip
 
 
 class Call:
@@ -48,10 +43,6 @@ class Call:
     """What 8-bit operands stand for; None where k and v have more bits."""
     first_b: int
     """What scores and dropout call the first batch row."""
-    arrivals: Arrivals | None
-    """Where keys and values may come while the call runs, what tells which have."""
-    launches: dict[Any, Any]
-    """What the backend keeps for Calls of this key, such as compiled kernels and grids; no tensors. A Plan's."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -64,7 +55,7 @@ class Call:
 
     key: tuple[Hashable, ...]
     """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
-    static: Spec
+    spec: Spec
     """What of it has a text form."""
     latent: bool
     """Whether values are read with the keys of a paged cache."""
@@ -94,7 +85,7 @@ class Call:
         fields = {
             "given": (q, k, v, out), "layout": layout, "mask": mask, "score": score, "sink": sink, "scale": scale,
             "deterministic": deterministic, "dropout": dropout, "max_scores": max_scores, "descale": descale,
-            "first_b": 0, "arrivals": None, "launches": {},
+            "first_b": 0,
         }  # fmt: skip
         for name, x in fields.items():
             object.__setattr__(self, name, x)
@@ -126,14 +117,7 @@ class Call:
             views = {name: getattr(self, name) for name in _VIEWS}
             changes = views | ({} if changes.keys().isdisjoint(_OF_VIEWS) else {"given": None}) | changes
         call = object.__new__(Call)
-        for name, x in ({name: getattr(self, name) for name in _FIELDS} | changes).items():
-            object.__setattr__(call, name, x)
-        return call
-
-    def planned(self, launches: dict[Any, Any]) -> Call:
-        """The same call, with what a Plan keeps for its key."""
-        call = object.__new__(Call)
-        call.__dict__.update(self.__dict__, launches=launches)
+        call.__dict__.update({name: x for name, x in self.__dict__.items() if name not in _COMPUTED}, **changes)
         return call
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -192,7 +176,7 @@ class Call:
             if self.descale is not None:
                 operands["descale"] = self.descale.of_sequence(i)
             dense = dense_of(layout, place, self.q.shape[2])
-            call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None, launches={})
+            call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None)
             yield Sequence(place.rows, place.keys, call)
 
     def _extent(self) -> Extent:
@@ -234,16 +218,13 @@ class Call:
             return self
         sides = ("q", layout.cu_seqlens_q), ("k", layout.cu_seqlens_k), ("v", layout.cu_seqlens_k)
         q, k, v = (descale.values(name, getattr(self, name), dtype, starts) for name, starts in sides)
-        return self.replace(q=q, k=k, v=v, out=None, descale=None, launches={})
+        return self.replace(q=q, k=k, v=v, out=None, descale=None)
 
     def empty_out(self) -> Tensor:
         """Memory for the result, (b, h_q, s_q, d_v): the caller's, or new, in q's order."""
         return empty_like_rows(self.q, self.v.shape[3], self.out_dtype) if self.out is None else self.out
 
-    def spec(self) -> Spec:
-        return self.static
-
-    def _static(self) -> Spec:
+    def _spec(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
             kv="" if self.k.dtype == self.q.dtype else DTYPES[self.k.dtype],
@@ -269,9 +250,9 @@ class Call:
 
 
 _DERIVED: dict[str, Callable[[Call], Any]] = {
-    "key": Call._key, "static": Call._static, "latent": Call._latent, "extent": Call._extent,
-    "positions": Call._positions,
+    "key": Call._key, "spec": Call._spec, "latent": Call._latent, "extent": Call._extent, "positions": Call._positions,
 }  # fmt: skip
+_COMPUTED = {*_VIEWS, *_DERIVED}
 
 
 class Sequence(NamedTuple):

@@ -143,13 +143,12 @@ class ArrivingRows(PulledRows):
 
         event = memory.copied(copies)
         try:
-            whole = self._whole(call, both)
+            whole, arrivals = self._whole(call, both), None
             if tells:
                 arrivals = Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: memory.end(event))
-                whole = whole.replace(given=whole.given, arrivals=arrivals)
             else:
                 memory.end(event)
-            results = ops.execute(whole, backend, True)
+            results = ops.execute(whole, backend, True, arrivals=arrivals)
         finally:
             memory.end(event)
             memory.read(self.transport.timeout)

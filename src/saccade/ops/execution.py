@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade import aliasing, dispatch, shared_pages
+from saccade.arrivals import Arrivals
 from saccade.backends import Outputs, Saved
 from saccade.call import Call, unflatten
 from saccade.descale import EIGHT_BITS
@@ -25,13 +26,16 @@ BackwardResults = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 """dq, dk, dv, dsink, and the gradients of captured tensors"""
 
 
-def execute(call: Call, backend: str, lse: bool, found: Found | None = None) -> Outputs:
+def execute(
+    call: Call, backend: str, lse: bool, found: Found | None = None, arrivals: Arrivals | None = None
+) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order.
 
     Args:
         found: the call by what it was made of, if that has a key, to be recorded.
+        arrivals: what tells which keys have come, where some come while the call runs.
     """
-    if found is None and not replay.on_host(call.q):
+    if found is None and arrivals is None and not replay.on_host(call.q):
         found = replay.of_call(call, backend, lse)
         if found is not None and (results := found.again()) is not None:
             return cast(Outputs, tuple(results))
@@ -47,8 +51,10 @@ def execute(call: Call, backend: str, lse: bool, found: Found | None = None) -> 
             if layout.shared_pages and (parts := shared_pages.parts(call, backend)):
                 return _finished(call, shared_pages.forward(call, parts, lse), lse)
             plan, call = dispatch.planned(call, backend)
-            if call.arrivals is not None and not getattr(plan.module, "WAITS_FOR_KEYS", False):
-                call.arrivals.come()
+            if arrivals is not None:
+                if getattr(plan.module, "WAITS_FOR_KEYS", False):
+                    return _planned(plan, call, lse, arrivals=arrivals)
+                arrivals.come()
             work = partial(_planned, plan, call, lse)
             if found is None:
                 return work()
@@ -58,8 +64,8 @@ def execute(call: Call, backend: str, lse: bool, found: Found | None = None) -> 
             raise _out_of_range(call, error) from error
 
 
-def _planned(plan: dispatch.Plan, call: Call, lse: bool) -> Outputs:
-    return _finished(call, plan.module.run_forward(call, lse), lse)
+def _planned(plan: dispatch.Plan, call: Call, lse: bool, **arrivals: Any) -> Outputs:
+    return _finished(call, plan.module.run_forward(call, plan.launches, lse, **arrivals), lse)
 
 
 def _finished(call: Call, results: Outputs, lse: bool) -> Outputs:
@@ -127,12 +133,12 @@ def forward_of(
     Args:
         found: the call, if it has a key.
     """
-    dtype = torch.float64 if flat[0].dtype == torch.float64 else torch.float32
     if found is not None and (results := found.again()) is not None:
-        nothing = partial(found.replay.nothing, dtype)
+        nothing = found.replay.nothing
     else:
         call, backend = unflatten(*flat, out=out)
-        results, nothing = execute(call, backend, lse, found), partial(flat[0].new_empty, 0, dtype=dtype)
+        results = execute(call, backend, lse, found)
+        nothing = partial(flat[0].new_empty, 0, dtype=call.lse_dtype())
     result, row_lse, max_scores = results
     row_lse, max_scores = (nothing() if x is None else x for x in (row_lse, max_scores))
     return cast(Tensor, result), row_lse, max_scores
@@ -188,5 +194,5 @@ def computed_gradients(
 
 def _planned_backward(plan: dispatch.Plan, call: Call, saved: Saved) -> list[Tensor | None]:
     """dq, dk and dv in the layout's order, dsink, and the gradients of captured tensors."""
-    *gradients, dsink, dcaptures = plan.module.run_backward(call, saved)
+    *gradients, dsink, dcaptures = plan.module.run_backward(call, plan.launches, saved)
     return [*map(call.layout.ordered, gradients), dsink, *dcaptures]

@@ -55,8 +55,8 @@ class Kept(Protocol):
         """The results; None for one that is an operand."""
         ...
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor."""
+    def nothing(self) -> Tensor:
+        """An empty tensor of the LSE's dtype."""
         ...
 
 
@@ -387,6 +387,6 @@ def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Fo
 
 def of_call(call: Call, backend: str, lse: bool) -> Found | None:
     """A Call that was not found by its arguments."""
-    if call.given is None or call.arrivals is not None or call.first_b:
+    if call.given is None or call.first_b:
         return None
     return of_operator("forward", flatten(call, backend), lse, out=call.given[3])

@@ -132,9 +132,9 @@ def compiled(task: Task) -> Made:
             plan, call = dispatch.planned(call, "auto", gradient=gradient)
             backend = plan.backend
             if gradient:
-                plan.module.run_backward(call, _saved(call))
+                plan.module.run_backward(call, plan.launches, _saved(call))
             else:
-                plan.module.run_forward(call, task.part == "training")
+                plan.module.run_forward(call, plan.launches, task.part == "training")
     except Unsupported as refused:
         return Made(backend, made, known, str(refused))  # a line for each backend
     except Exception as reason:  # whatever keeps one Spec from compiling, the others still count

@@ -61,10 +61,8 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
     inline_asm.engine.bring = bring
     with emulated(seed):
         call = check_call(made.shard(q), both[..., :d], both[..., d:], mask=causal(), layout=layouts.whole)
-        call = call.replace(
-            given=call.given, arrivals=Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None)
-        )
-        out = ops.execute(call, "gluon", True)[0]
+        arrivals = Arrivals(ArrivalArgs(done, needed, layouts.coming), lambda: None)
+        out = ops.execute(call, "gluon", True, arrivals=arrivals)[0]
     whole = attention(q, k, v, mask=causal(), layout=Packed.from_lengths([*LENGTHS]), backend="reference")
     return float((out - made.shard(whole)).abs().max().nan_to_num(nan=torch.inf))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from saccade.backends import EVERYTHING, Gradients, Outputs, Saved
+from saccade.backends import EVERYTHING, Gradients, Launches, Outputs, Saved
 from saccade.backends.cpu import paged, sdpa, sink, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
 from saccade.call import Call
@@ -27,7 +27,7 @@ def workspace(spec: Spec) -> str:
     return f"a few tiles of scores, at most {4 * 4 * TILE_ELEMENTS >> 20} MB for each thread"
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     if call.layout.ragged_keys:
         return _packed_forward(call, lse)
     if call.layout.has_pages:
@@ -38,7 +38,7 @@ def run_forward(call: Call, lse: bool) -> Outputs:
     return out.to(call.out_dtype), row_lse, top
 
 
-def run_backward(call: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     if call.layout.ragged_keys:
         return _packed_backward(call, saved)
     return _backward(call, saved)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from saccade.backends import CALLBACKS, Gradients, Outputs, Saved, Support
+from saccade.backends import CALLBACKS, Gradients, Launches, Outputs, Saved, Support
 from saccade.backends.cudnn.graphs import installed
 from saccade.call import Call
 from saccade.masks import Window
@@ -51,7 +51,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
             reasons.append(str(reason))
     if gradient and call.q.shape[2] == call.k.shape[2] == 1:
         reasons.append("has no backward for one query and one key")
-    spec = call.spec()
+    spec = call.spec
     if gradient and spec.device != "sm90" and max(spec.d, spec.d_v) > 128:
         reasons.append(f"supports head dims up to 128 in the backward on {spec.device}, not {max(spec.d, spec.d_v)}")
     return reasons
@@ -62,13 +62,13 @@ def workspace(spec: Spec) -> str:
     return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     from saccade.backends.cudnn import launch
 
-    return *launch.forward(call, lse), None
+    return *launch.forward(call, launches, lse), None
 
 
-def run_backward(call: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.cudnn import launch
 
-    return launch.backward(call, saved)
+    return launch.backward(call, launches, saved)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.backends import Gradients, Saved
+from saccade.backends import Gradients, Launches, Saved
 from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
 from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph, frontend, handle_of, on_device
 from saccade.call import Call, aligned
@@ -34,7 +34,7 @@ class UsedRows(NamedTuple):
     """bool (b or 1, 1, s_q): rows that see no key, those not in use among them."""
 
 
-def forward(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
+def forward(call: Call, launches: Launches, lse: bool) -> tuple[Tensor, Tensor | None]:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     q, v = call.q, call.v
     out = empty_like_rows(q, v.shape[3])
@@ -46,7 +46,7 @@ def forward(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     if lse or call.sink is not None:
         row_lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         tensors["stats"] = row_lse[..., None]
-    _run(call, tensors, used, gradient=False)
+    _run(call, launches, tensors, used, gradient=False)
     if used is not None:
         out.masked_fill_(used.empty_rows[..., None], 0)
         if row_lse is not None:
@@ -58,12 +58,12 @@ def forward(call: Call, lse: bool) -> tuple[Tensor, Tensor | None]:
     return out, row_lse if lse else None
 
 
-def backward(call: Call, saved: Saved) -> Gradients:
+def backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     """dq, dk, dv, dsink and those of the score's tensors."""
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_(), _of_sink(call, saved), _captured(call, saved)
+        return dq.zero_(), dk.zero_(), dv.zero_(), _of_sink(call, saved), _captured(call, launches, saved)
     dout, out, stats, dlse, used = saved.dout, saved.out, saved.lse.contiguous(), saved.dlse, _used_rows(call)
     if used is not None:
         dout, out = _clear(dout, used.empty_rows[..., None]), _clear(out, used.empty_rows[..., None])
@@ -79,14 +79,14 @@ def backward(call: Call, saved: Saved) -> Gradients:
         wide_dv = empty_like_rows(operands["v"], operands["v"].shape[3])
     tensors = {**operands, "out": _aligned(out), "dout": _aligned(dout), "stats": stats[..., None]}
     tensors |= {"dq": dq, "dk": dk, "dv": wide_dv}
-    _run(call, tensors, used, gradient=True)
+    _run(call, launches, tensors, used, gradient=True)
     if dlse is not None:
         dv.copy_(wide_dv[..., : dv.shape[3]])
     if used is not None:
         dq.masked_fill_(used.empty_rows[..., None], 0)
         dk.masked_fill_(used.unused_keys, 0)
         dv.masked_fill_(used.unused_keys, 0)
-    return dq, dk, dv, dsink, _captured(call, saved)
+    return dq, dk, dv, dsink, _captured(call, launches, saved)
 
 
 def _of_sink(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
@@ -100,13 +100,13 @@ def _of_sink(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | 
     return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)
 
 
-def _captured(call: Call, saved: Saved) -> Sequence[Tensor | None]:
+def _captured(call: Call, launches: Launches, saved: Saved) -> Sequence[Tensor | None]:
     """By the kernel that all backends share: cuDNN has no such gradients."""
     if not any(saved.wanted):
         return [None] * len(saved.wanted)
     from saccade.backends.device import captured_gradients
 
-    return captured_gradients.gradients(call, saved)
+    return captured_gradients.gradients(call, launches, saved)
 
 
 DLSE_COLUMNS = 8
@@ -127,11 +127,11 @@ def append_dlse(v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Ten
     return torch.cat([v, nothing], -1), torch.cat([out, minus], -1), torch.cat([dout, more], -1)
 
 
-def _run(call: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
+def _run(call: Call, launches: Launches, tensors: dict[str, Tensor], used: UsedRows | None, gradient: bool) -> None:
     score, score_inputs = None, []
     window = (call.mask.left, call.mask.right) if isinstance(call.mask, Window) else None
     if call.score is not None:
-        score = _score_graph(call, gradient)
+        score = _score_graph(call, launches, gradient)
         score_inputs = score.tensors(call.score)
     elif used is not None:
         tensors |= {"rows": used.rows, "keys": used.keys}
@@ -141,9 +141,9 @@ def _run(call: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient
         *((tensors["out"].stride(), tensors["dout"].stride()) if gradient else ()),
     )
     device = tensors["q"].device
-    key = call.launches.get(launch)
+    key = launches.get(launch)
     if key is None:
-        key = call.launches[launch] = GraphKey(
+        key = launches[launch] = GraphKey(
             device.index,
             tuple((name, TensorDesc.of(x)) for name, x in tensors.items()),
             call.scale,
@@ -159,7 +159,7 @@ def _run(call: Call, tensors: dict[str, Tensor], used: UsedRows | None, gradient
         _graph(call, key, handle).run(tensors, score_inputs, handle)
 
 
-def _score_graph(call: Call, gradient: bool) -> ScoreGraph:
+def _score_graph(call: Call, launches: Launches, gradient: bool) -> ScoreGraph:
     """The callback's, which masks the ends of a backward's last tiles."""
     assert call.score is not None
     graph = score_graph(call.score, gradient)
@@ -167,9 +167,9 @@ def _score_graph(call: Call, gradient: bool) -> ScoreGraph:
     if not gradient or rows % TILE == keys % TILE == 0:
         return graph
     key = "score graph", call.score.identity
-    if key not in call.launches:
-        call.launches[key] = within(graph, rows, keys)
-    return call.launches[key]
+    if key not in launches:
+        launches[key] = within(graph, rows, keys)
+    return launches[key]
 
 
 def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
@@ -182,7 +182,7 @@ def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
         return built_graph(key, handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as refused:
         reason = f"cuDNN {cudnn.backend_version()} does not build its graph: {refused}"
-        raise Unsupported(f"no backend runs {call.spec()}\n  cudnn: {reason}") from refused
+        raise Unsupported(f"no backend runs {call.spec}\n  cudnn: {reason}") from refused
 
 
 def _used_rows(call: Call) -> UsedRows | None:

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from saccade.backends import Launches
 from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.call import Call
 
@@ -64,14 +65,20 @@ def common_arguments(
 
 
 def tile_arguments(
-    call: Call, block_q: int, block_k: int, by_keys: bool = False, fast: bool = False, reads: bool = True
+    call: Call,
+    launches: Launches,
+    block_q: int,
+    block_k: int,
+    by_keys: bool = False,
+    fast: bool = False,
+    reads: bool = True,
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles. reads: whether it reads enough scores for tables of distances."""
-    mask = block_lists.record(call, block_q, block_k, by_keys)
+    mask = block_lists.record(call, launches, block_q, block_k, by_keys)
     ragged = call.layout.ragged_keys
-    table = sequences.table(call, by_keys, block_k if by_keys else block_q) if ragged else None
-    distances = distance_tables.tables(call, fast) if reads else ()
+    table = sequences.table(call, launches, by_keys, block_k if by_keys else block_q) if ragged else None
+    distances = distance_tables.tables(call, launches, fast) if reads else ()
     return common_arguments(call, mask, table, fast, distances)
 
 

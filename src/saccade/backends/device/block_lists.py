@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade import block_sparsity
+from saccade.backends import Launches
 from saccade.backends.device import masks, replay, sequences, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
@@ -49,18 +50,21 @@ SPAN, AT_ONCE = 32, 2
 """States of one program, and those that it computes at a time."""
 
 
-def states(call: Call) -> Tensor:
+def states(call: Call, launches: Launches) -> Tensor:
     """The states of the mask's tiles: see `saccade.block_sparsity`."""
     packed = call.layout.ragged_keys
     allocate = torch.zeros if packed else torch.empty  # no program writes the tiles after a packed sequence's keys
     tile_states = allocate(*block_sparsity.states_shape(call), dtype=torch.uint8, device=call.q.device)
     if tile_states.numel():
-        launch, arguments = states_launch(call, tile_states, sequences.table(call, 0, TILE) if packed else None)
+        table = sequences.table(call, launches, 0, TILE) if packed else None
+        launch, arguments = states_launch(call, launches, tile_states, table)
         launch(call.q.device.index, arguments)
     return tile_states
 
 
-def states_launch(call: Call, states: Tensor, table: Tensor | None) -> tuple[Launch, tuple[Any, ...]]:
+def states_launch(
+    call: Call, launches: Launches, states: Tensor, table: Tensor | None
+) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills states, and its arguments; packed sequences have a table of q tiles."""
     b, h, n_q, n_k = states.shape
     kernel, grid = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN), 1, 1)
@@ -68,12 +72,13 @@ def states_launch(call: Call, states: Tensor, table: Tensor | None) -> tuple[Lau
         kernel, grid = packed_tile_states_kernel, (h * sequences.slots(call, 0, TILE), -(-n_k // SPAN), 1)
     lengths = call.q.shape[2], call.k.shape[2]
     arguments = states, *sequences.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
-    return cached_launch(call, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
+    return cached_launch(launches, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
 
 
-def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
+def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:
     """For each q block its tiles of keys, or `by_keys` for each kv block its tiles of rows."""
-    tile_states, outlives = block_sparsity.states_of(call, states)
+    # Where a Blocked mask's states no longer hold, they are computed of another call, that of the mask inside.
+    tile_states, outlives = block_sparsity.states_of(call, lambda of: states(of, launches if of is call else {}))
     b, h = tile_states.shape[:2]
     lengths = call.q.shape[2], call.k.shape[2]
     blocks = block_q, block_k
@@ -89,8 +94,8 @@ def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> Bloc
         if index.numel():
             table = None
             if call.layout.ragged_keys:
-                table = sequences.table(call, by_keys, blocks[0])
-            launch, arguments = lists_launch(call, tile_states, index, count, blocks, by_keys, table)
+                table = sequences.table(call, launches, by_keys, blocks[0])
+            launch, arguments = lists_launch(call, launches, tile_states, index, count, blocks, by_keys, table)
             launch(call.q.device.index, arguments)
         return index, count
 
@@ -106,6 +111,7 @@ def build(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> Bloc
 
 def lists_launch(
     call: Call,
+    launches: Launches,
     states: Tensor,
     index: Tensor,
     count: Tensor,
@@ -120,7 +126,7 @@ def lists_launch(
     grid, sizes, key = (b * h * outers, 1, 1), (*blocks, CHUNK), ("block lists", *blocks, by_keys)
     if table is None:
         grid_of_states = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
-        launch = cached_launch(call, key, lambda: Launch(block_list_kernel, grid, sizes))
+        launch = cached_launch(launches, key, lambda: Launch(block_list_kernel, grid, sizes))
         return launch, (states, index, count, outers, inners, *grid_of_states)
     spans, lengths = sequences.spans(call, table), (call.q.shape[2], call.k.shape[2])
     if by_keys:
@@ -128,15 +134,15 @@ def lists_launch(
     arguments = states, index, count, *spans, h, *lengths, n_q, n_k, outers, inners
     last_first = not by_keys  # as the kernels go through them
     constants = *sizes, by_keys, last_first
-    return cached_launch(call, key, lambda: Launch(packed_block_list_kernel, grid, constants)), arguments
+    return cached_launch(launches, key, lambda: Launch(packed_block_list_kernel, grid, constants)), arguments
 
 
-def record(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
+def record(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask for kernels of these tiles."""
     mask = masks.record(call)
     if call.mask is None or not call.mask.listed:
-        return visits.visited(call, mask, block_q) if by_keys and call.by_row else mask
-    return with_lists(mask, build(call, block_q, block_k, by_keys))
+        return visits.visited(call, launches, mask, block_q) if by_keys and call.by_row else mask
+    return with_lists(mask, build(call, launches, block_q, block_k, by_keys))
 
 
 def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
@@ -144,7 +150,7 @@ def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
     return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, lower=masks.FLAGS[False])
 
 
-def ranks(call: Call, lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
+def ranks(launches: Launches, lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:
     """int32 (b or 1, h_q or 1, blocks of keys, `blocks` of rows): how many later blocks of keys visit a block of rows.
     Of lists by keys; a block without a tile visits tile 0.
 
@@ -152,13 +158,13 @@ def ranks(call: Call, lists: BlockLists, blocks: int, table: Tensor | None = Non
     """
     made = torch.zeros(*lists.index.shape[:3], blocks, dtype=torch.int32, device=lists.index.device)
     if made.numel():
-        for launch, arguments in ranks_launches(call, made, lists, table):
-            launch(call.q.device.index, arguments)
+        for launch, arguments in ranks_launches(launches, made, lists, table):
+            launch(made.device.index, arguments)
     return made
 
 
 def ranks_launches(
-    call: Call, made: Tensor, lists: BlockLists, table: Tensor | None
+    launches: Launches, made: Tensor, lists: BlockLists, table: Tensor | None
 ) -> list[tuple[Launch, tuple[Any, ...]]]:
     """The kernels that turn zeros into ranks, and their arguments."""
     *heads, outers, blocks = made.shape
@@ -168,6 +174,6 @@ def ranks_launches(
         ranks_kernel: ((n, -(-blocks // CHUNK), 1), (made, table, outers, blocks)),
     }
     return [
-        (cached_launch(call, kernel, lambda k=kernel, g=grid: Launch(k, g, (CHUNK,), warps=1)), arguments)
+        (cached_launch(launches, kernel, lambda k=kernel, g=grid: Launch(k, g, (CHUNK,), warps=1)), arguments)
         for kernel, (grid, arguments) in given.items()
     ]

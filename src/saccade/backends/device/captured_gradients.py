@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends import Saved
+from saccade.backends import Launches, Saved
 from saccade.backends.device import level_sums, positions, scores
 from saccade.backends.device.arguments import precision, tile_arguments
 from saccade.backends.device.captured_gradients_kernel import (
@@ -38,6 +38,7 @@ BLOCK = 1024
 
 def gradients(
     call: Call,
+    launches: Launches,
     saved: Saved,
     fast: bool = False,
     levels: LevelSums | None = None,
@@ -62,7 +63,7 @@ def gradients(
     own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in single}
     shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in single]
     with on_device(call.q):
-        launch = _accumulate(call, saved, wanted, single, fast, levels)
+        launch = _accumulate(call, launches, saved, wanted, single, fast, levels)
 
         def accumulate(add: Any, sums: Sequence[Any]) -> None:
             rest = iter(sums)
@@ -71,7 +72,7 @@ def gradients(
         many = len(score.program.reads) * call.q.shape[:3].numel() * call.k.shape[2]
         deterministic = call.deterministic and shared
         add_up = partial(_repeatable, many=many) if deterministic else _in_any_order
-        sums = iter(add_up(call, shared, accumulate))
+        sums = iter(add_up(launches, shared, accumulate))
     return [own[i] if i in single else next(sums) if want else made.get(i) for i, want in enumerate(wanted)]
 
 
@@ -88,13 +89,13 @@ Accumulate = Callable[[Any, Sequence[Any]], None]
 """Runs the kernel, with the function that adds and the sums that it adds to."""
 
 
-def _in_any_order(call: Call, captured: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
+def _in_any_order(launches: Launches, captured: Sequence[Tensor], accumulate: Accumulate) -> list[Tensor]:
     sums = [torch.zeros(x.shape, device=x.device) for x in captured]
     accumulate(in_any_order, sums)
-    return [x if x.dtype == t.dtype else _result(call, x, t) for x, t in zip(sums, captured, strict=True)]
+    return [x if x.dtype == t.dtype else _result(launches, x, t) for x, t in zip(sums, captured, strict=True)]
 
 
-def _repeatable(call: Call, captured: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
+def _repeatable(launches: Launches, captured: Sequence[Tensor], accumulate: Accumulate, many: int) -> list[Tensor]:
     """`many`: more values than can meet in one place."""
     tops = torch.zeros(len(captured), dtype=torch.int32, device=captured[0].device).unbind()
     accumulate(largest, tops)
@@ -102,28 +103,35 @@ def _repeatable(call: Call, captured: Sequence[Tensor], accumulate: Accumulate, 
     room = runtime_int(62 - math.ceil(math.log2(max(many, 1))))
     sums = [torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in captured]
     accumulate(as_integers, [(x, top, room) for x, top in zip(sums, tops, strict=True)])
-    return [_result(call, x, t, top, room) for x, t, top in zip(sums, captured, tops, strict=True)]
+    return [_result(launches, x, t, top, room) for x, t, top in zip(sums, captured, tops, strict=True)]
 
 
-def _result(call: Call, sums: Tensor, captured: Tensor, top: Tensor | None = None, room: int = 0) -> Tensor:
+def _result(launches: Launches, sums: Tensor, captured: Tensor, top: Tensor | None = None, room: int = 0) -> Tensor:
     """The gradient of a captured tensor by its sums; `top` and `room` as `results_kernel` takes them."""
     made = torch.empty(captured.shape, dtype=captured.dtype, device=captured.device)
     if made.numel():
-        results_launch(call, made)(made.device.index, (made, sums, top, room, made.numel()))
+        results_launch(launches, made)(made.device.index, (made, sums, top, room, made.numel()))
     return made
 
 
-def results_launch(call: Call, made: Tensor) -> Launch:
+def results_launch(launches: Launches, made: Tensor) -> Launch:
     grid = -(-made.numel() // BLOCK), 1, 1
-    return cached_launch(call, ("results", grid, made.dtype), lambda: Launch(results_kernel, grid, (BLOCK,)))
+    return cached_launch(launches, ("results", grid, made.dtype), lambda: Launch(results_kernel, grid, (BLOCK,)))
 
 
 def _accumulate(
-    call: Call, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool, levels: LevelSums | None
+    call: Call,
+    launches: Launches,
+    saved: Saved,
+    wanted: Sequence[bool],
+    alone: frozenset[int],
+    fast: bool,
+    levels: LevelSums | None,
 ) -> Accumulate:
     if call.scoreless:
         return lambda add, sums: None
-    operands, arguments = tensors(call, saved), tile_arguments(call, *recompute_blocks(call), fast=fast)
+    operands = tensors(call, launches, saved)
+    arguments = tile_arguments(call, launches, *recompute_blocks(call), fast=fast)
     scatter = scores.scatter(call, wanted, alone, fast)
     near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
     key = tuple(wanted), alone, fast, near, precision(), *specialised(operands[3:5], operands[5:])
@@ -131,17 +139,17 @@ def _accumulate(
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
         constants = tl.constexpr(add), scatter, *map(tl.constexpr, near)
         make = partial(recompute_launch, captured_gradients_kernel, call, *constants)
-        launch = cached_launch(call, ("captured", add, *key), make)
+        launch = cached_launch(launches, ("captured", add, *key), make)
         launch(call.q.device.index, (*operands, tuple(sums), *arguments))
         if levels is not None:
             make = partial(level_sums.launch, call, levels, add, wanted, fast)
-            rest = cached_launch(call, ("levels", *key), make)
+            rest = cached_launch(launches, ("levels", *key), make)
             rest(call.q.device.index, level_sums.arguments(call, levels, sums))
 
     return accumulate
 
 
-def tensors(call: Call, saved: Saved) -> tuple[Any, ...]:
+def tensors(call: Call, launches: Launches, saved: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the sums."""
-    operands = (aligned_rows(call, x) for x in (call.q, call.k, call.v, saved.dout, saved.out))
+    operands = (aligned_rows(launches, x) for x in (call.q, call.k, call.v, saved.dout, saved.out))
     return *operands, saved.lse.contiguous(), None if saved.dlse is None else saved.dlse.contiguous()

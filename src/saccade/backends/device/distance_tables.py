@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from saccade.backends import Launches
 from saccade.backends.device import positions, scores
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import FAR, plain_int, runtime_int
@@ -36,14 +37,14 @@ LARGEST = tl.constexpr(4096.0)
 other, so that sums are rounded as in all other tiles."""
 
 
-def tables(call: Call, fast: bool = False) -> tuple[Any, ...]:
+def tables(call: Call, launches: Launches, fast: bool = False) -> tuple[Any, ...]:
     """What emitted functions take after the tensors and numbers: of each table its pointer, its strides, and the place
     of distance 0. None of a call whose distances are not those of the numbers of rows and keys, of which the host knows
     the largest."""
     found = empty(call)
     for i in range(0, len(found), FIELDS):
         table, _, _, zero = found[i : i + FIELDS]
-        launch = cached_launch(call, ("table", i, fast), lambda i=i: table_launch(call, i // FIELDS, fast))
+        launch = cached_launch(launches, ("table", i, fast), lambda i=i: table_launch(call, i // FIELDS, fast))
         numbers = runtime_int(table.shape[1]), runtime_int(table.shape[2]), zero
         launch(call.q.device.index, (table, scores.data(call.score), *numbers))
     return found

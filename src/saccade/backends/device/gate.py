@@ -151,32 +151,32 @@ def compiled(kernel: str, call: Call) -> Any:
     arguments = common_arguments(call, device_mask(call), distances=distances)
     if kernel == "order":
         tiles = torch.empty(9, 2, dtype=torch.int32)
-        launch, arguments = sequences.order_launch(call, tiles, 0, 64)
+        launch, arguments = sequences.order_launch(call, {}, tiles, 0, 64)
     elif kernel == "captured_gradients":
         assert isinstance(call.score, Traced)
         sums = tuple(torch.empty(x.shape) for x in call.score.tensors)
         adding = scatter(call, [True] * len(sums))
         launch = recompute_launch(captured_gradients_kernel, call, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
-        arguments = *captured_gradients.tensors(call, saved), sums, *arguments
+        arguments = *captured_gradients.tensors(call, {}, saved), sums, *arguments
     elif kernel == "level_sums":
         levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
         launch = level_sums.launch(call, levels, in_any_order, [True], False)
         arguments = level_sums.arguments(call, levels, [torch.empty(2, 1)])
     elif kernel == "row_totals":
         launch = recompute_launch(row_totals_kernel, call)
-        arguments = *row_totals.tensors(call, saved, saved), *arguments
+        arguments = *row_totals.tensors(call, {}, saved, saved), *arguments
     elif kernel == "sink":
-        launch, arguments = sink_launch(call.replace(sink=torch.empty(2)), lse, lse, 1.0, torch.empty(2))
+        launch, arguments = sink_launch({}, torch.empty(2), lse, lse, 1.0, torch.empty(2))
     elif kernel == "copy":
-        launch, arguments = copy_launch(call, call.q, call.q)
+        launch, arguments = copy_launch({}, call.q, call.q)
     elif kernel == "results":
-        launch, made = captured_gradients.results_launch(call, lse), lse.long()
+        launch, made = captured_gradients.results_launch({}, lse), lse.long()
         arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()
     elif kernel in ("mark", "ranks"):
         index = torch.empty(1, 1, 4, 4, dtype=torch.int32)
         found = block_lists.BlockLists(index, index, *map(runtime_int, (1, 1, 1)))
-        launch, arguments = block_lists.ranks_launches(call, index, found, index)[kernel == "ranks"]
+        launch, arguments = block_lists.ranks_launches({}, index, found, index)[kernel == "ranks"]
     else:
         states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
         packed = kernel.startswith("packed")
@@ -184,7 +184,7 @@ def compiled(kernel: str, call: Call) -> Any:
             call = call.replace(layout=PACKED)
         table = lists if packed else None
         if kernel.endswith("states"):
-            launch, arguments = block_lists.states_launch(call, states, table)
+            launch, arguments = block_lists.states_launch(call, {}, states, table)
         else:
-            launch, arguments = block_lists.lists_launch(call, states, lists, lists, (128, 128), packed, table)
+            launch, arguments = block_lists.lists_launch(call, {}, states, lists, lists, (128, 128), packed, table)
     return launch.warmup(arguments)

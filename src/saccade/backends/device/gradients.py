@@ -13,26 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
-from saccade.backends import Saved
+from saccade.backends import Launches, Saved
 from saccade.backends.device.launch import Launch, cached_launch, on_device
 from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import head
 from saccade.call import Call, aligned
 
 
-def aligned_rows(call: Call, x: Tensor) -> TensorArgs:
+def aligned_rows(launches: Launches, x: Tensor) -> TensorArgs:
     """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
     and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
-    return TensorArgs.of(x if aligned(x) else padded(call, x))
+    return TensorArgs.of(x if aligned(x) else padded(launches, x))
 
 
-def padded(call: Call, x: Tensor) -> Tensor:
+def padded(launches: Launches, x: Tensor) -> Tensor:
     """A copy of x (b, h, s, d) whose rows start at multiples of 16 bytes."""
     whole = ALIGNMENT // x.element_size()
     copy = x.new_empty(*x.shape[:3], -(-x.shape[3] // whole) * whole)[..., : x.shape[3]]
     if copy.numel():
         with on_device(x):
-            launch, arguments = copy_launch(call, x, copy)
+            launch, arguments = copy_launch(launches, x, copy)
             launch(x.device.index, arguments)
     return copy
 
@@ -41,7 +41,7 @@ COPIED = 4096
 """Numbers of one program of `copy_kernel`."""
 
 
-def copy_launch(call: Call, x: Tensor, copy: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def copy_launch(launches: Launches, x: Tensor, copy: Tensor) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that copies x, and its arguments: integers of as many bits, whatever the numbers are."""
     b, h, s, d = x.shape
     block = min(triton.next_power_of_2(d), COPIED)
@@ -49,7 +49,7 @@ def copy_launch(call: Call, x: Tensor, copy: Tensor) -> tuple[Launch, tuple[Any,
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
     rows = [TensorArgs.of(y.view(bits)) for y in (x, copy)]
     launch = cached_launch(
-        call, ("copy", grid, sizes, bits, *specialised(rows, [x])), lambda: Launch(copy_kernel, grid, sizes)
+        launches, ("copy", grid, sizes, bits, *specialised(rows, [x])), lambda: Launch(copy_kernel, grid, sizes)
     )
     return launch, (*rows, *map(runtime_int, (x.stride(3), h, s, d)))
 
@@ -76,7 +76,7 @@ def specialised(operands: Iterable[TensorArgs], rows: Iterable[Tensor | None]) -
     return *units, *(None if x is None else x.data_ptr() % ALIGNMENT for x in rows)
 
 
-def sink_gradient(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
+def sink_gradient(call: Call, launches: Launches, saved: Saved, delta: Tensor | None = None) -> Tensor | None:
     """`-sum p_sink delta` with p_sink = exp(sink - lse) and delta = rowsum(dout out) - dlse, (b, h_q, s_q)."""
     if call.sink is None:
         return None
@@ -85,16 +85,17 @@ def sink_gradient(call: Call, saved: Saved, delta: Tensor | None = None) -> Tens
         return torch.zeros_like(call.sink)
     dsink = torch.empty_like(call.sink)
     with on_device(call.q):
-        launch, arguments = sink_launch(call, saved.lse.contiguous(), rows.contiguous(), sign, dsink)
+        launch, arguments = sink_launch(launches, call.sink, saved.lse.contiguous(), rows.contiguous(), sign, dsink)
         launch(call.q.device.index, arguments)
     return dsink
 
 
-def sink_launch(call: Call, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def sink_launch(
+    launches: Launches, sink: Tensor, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor
+) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills dsink, and its arguments."""
-    sink, (b, h_q, s_q) = call.sink, rows.shape
-    assert sink is not None
-    launch = cached_launch(call, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))
+    b, h_q, s_q = rows.shape
+    launch = cached_launch(launches, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))
     return launch, (sink, lse, rows, dsink, *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q)), sign)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from saccade import hardware
-from saccade.backends import Outputs
+from saccade.backends import Launches, Outputs
 from saccade.backends.device import replay, stable_keys
 from saccade.backends.device.replay import hooked
 from saccade.call import Call
@@ -69,11 +69,11 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": stages, **more}
 
 
-def cached_launch(call: Call, key: Any, make: Callable[[], Launch]) -> Launch:
+def cached_launch(launches: Launches, key: Any, make: Callable[[], Launch]) -> Launch:
     """The Launch that all Calls of one key share."""
-    launch = call.launches.get(key)
+    launch = launches.get(key)
     if launch is None:
-        launch = call.launches[key] = make()
+        launch = launches[key] = make()
     return launch
 
 

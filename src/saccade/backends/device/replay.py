@@ -94,9 +94,9 @@ class Replay:
             launch(self.index, stream, places)
         return results
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        """An empty tensor."""
-        return empty((0,), (1,), dtype, self.device)
+    def nothing(self) -> Tensor:
+        """An empty tensor of the dtype that `per_row` has."""
+        return empty((0,), (1,), torch.float32, self.device)
 
 
 class _Result(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from saccade.backends import Saved
+from saccade.backends import Launches, Saved
 from saccade.backends.device.arguments import precision, tile_arguments
 from saccade.backends.device.gradients import aligned_rows, specialised
 from saccade.backends.device.launch import cached_launch, on_device
@@ -26,7 +26,7 @@ from saccade.layouts import empty_like_rows
 from saccade.scores import Traced
 
 
-def divide_gradients(call: Call, saved: Saved, fast: bool = False) -> Saved:
+def divide_gradients(call: Call, launches: Launches, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
     a softcap bounds, are not so large. `fast` is as `scores.record` says."""
     if not isinstance(call.score, Traced) or call.scoreless:
@@ -38,17 +38,17 @@ def divide_gradients(call: Call, saved: Saved, fast: bool = False) -> Saved:
         dlse=None if dlse is None else torch.empty_like(dlse),
     )
     with on_device(call.q):
-        operands = tensors(call, replace(saved, dlse=dlse), divided)
+        operands = tensors(call, launches, replace(saved, dlse=dlse), divided)
         _, _, dout, weighted, *rows = operands[:6]
         key = "totals", fast, precision(), *specialised((dout, weighted), rows)
-        launch = cached_launch(call, key, lambda: recompute_launch(row_totals_kernel, call))
-        arguments = tile_arguments(call, *recompute_blocks(call), fast=fast, reads=False)
+        launch = cached_launch(launches, key, lambda: recompute_launch(row_totals_kernel, call))
+        arguments = tile_arguments(call, launches, *recompute_blocks(call), fast=fast, reads=False)
         launch(call.q.device.index, (*operands, *arguments))
     return divided
 
 
-def tensors(call: Call, saved: Saved, divided: Saved) -> tuple[Any, ...]:
+def tensors(call: Call, launches: Launches, saved: Saved, divided: Saved) -> tuple[Any, ...]:
     """What the kernel takes before the common arguments."""
-    operands = (aligned_rows(call, x) for x in (call.q, call.k, saved.dout))
+    operands = (aligned_rows(launches, x) for x in (call.q, call.k, saved.dout))
     sink = None if call.sink is None else call.sink.contiguous()
     return *operands, TensorArgs.of(divided.dout), saved.lse.contiguous(), saved.dlse, divided.dlse, sink

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.backends import Launches
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.call import Call
@@ -281,19 +282,21 @@ def lengths(call: Call) -> tuple[int, int]:
     return call.q.shape[2], call.layout.capacity(call.k.shape[2])
 
 
-def table(call: Call, side: int, block: int) -> Tensor:
+def table(call: Call, launches: Launches, side: int, block: int) -> Tensor:
     """The tiles of queries (0) or keys (1), in the order in which programs take them."""
     tiles = torch.empty(1 + slots(call, side, block), 2, dtype=torch.int32, device=call.q.device)
-    launch, arguments = order_launch(call, tiles, side, block)
+    launch, arguments = order_launch(call, launches, tiles, side, block)
     launch(call.q.device.index, arguments)
     return tiles
 
 
-def order_launch(call: Call, tiles: Tensor, side: int, block: int) -> tuple[Launch, tuple[Any, ...]]:
+def order_launch(
+    call: Call, launches: Launches, tiles: Tensor, side: int, block: int
+) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills the table, and its arguments."""
     direction = -1 if side else 1
     own, other = spans(call, tiles)[::direction]
     assert own is not None
     grid = -(-len(own.starts) // N), 1, 1
-    launch = cached_launch(call, ("tiles", side, block), lambda: Launch(order_kernel, grid, (block, N)))
+    launch = cached_launch(launches, ("tiles", side, block), lambda: Launch(order_kernel, grid, (block, N)))
     return launch, (tiles, own, other, *lengths(call)[::direction], len(tiles) - 1)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.backends import Launches
 from saccade.backends.device import sequences
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.masks import DeviceMask
@@ -153,7 +154,7 @@ def _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK: tl.constexpr):
     return inside & (lo < stop) & (hi > start), inside & (core_lo <= start) & (core_hi >= stop), row
 
 
-def visited(call: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
+def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> DeviceMask:
     """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
     knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
     s_q, s_k = call.q.shape[2], call.k.shape[2]
@@ -162,7 +163,7 @@ def visited(call: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
     if packed:
         b, n_q, n_k = 1, *(sequences.slots(call, side, MASK_TILE) for side in (0, 1))
         blocks = sequences.slots(call, 0, block_q) + 1
-        by_row, by_key = (sequences.spans(call, sequences.table(call, side, MASK_TILE)) for side in (0, 1))
+        by_row, by_key = (sequences.spans(call, sequences.table(call, launches, side, MASK_TILE)) for side in (0, 1))
     else:
         b, n_q, n_k, blocks = (
             call.q.shape[0],
@@ -173,10 +174,10 @@ def visited(call: Call, mask: DeviceMask, block_q: int) -> DeviceMask:
     lo, hi = torch.empty(2, q_rows, dtype=torch.int32, device=device)
     if b * n_q:
         key = "hulls", block_q
-        launch = cached_launch(call, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
+        launch = cached_launch(launches, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
         launch(device.index, (hulls, lo, hi, mask, *by_row, s_q, s_k, n_q, blocks))
     if b * n_k:
-        launch = cached_launch(call, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
+        launch = cached_launch(launches, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
         launch(device.index, (table, hulls, *by_key, s_q, s_k, n_q, n_k))
     keys_at: Tensor = spans[1].starts if packed else table  # pyright: ignore[reportOptionalMemberAccess]
     return _with_table(mask, table, keys_at, packed, lo, hi)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.arrivals import Arrivals
+from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, score_workspace
 from saccade.backends.gluon.forward import splits
 from saccade.backends.gluon.latent import limits
 from saccade.call import Call
@@ -30,7 +31,7 @@ SUPPORT = Support(
 GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
 
 WAITS_FOR_KEYS = True
-"""Whether the forward takes `Call.arrivals`."""
+"""Whether the forward takes `arrivals`."""
 
 # Which paged calls the forward takes.
 MIN_PAGE_ROWS = 8
@@ -103,23 +104,23 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | None = None) -> Outputs:
     if limits.applies(call):
         from saccade.backends.gluon.latent import launch as latent_launch
 
-        return latent_launch.forward(call, lse)
+        return latent_launch.forward(call, launches, lse)
     from saccade.backends.gluon.forward import launch
 
-    return launch.forward(call, lse)
+    return launch.forward(call, launches, lse, arrivals=arrivals)
 
 
-def run_backward(call: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.gluon.backward import launch as backward_launch
 
-    saved = row_totals.divide_gradients(call, saved, fast=True)
+    saved = row_totals.divide_gradients(call, launches, saved, fast=True)
     levels = backward_launch.level_sums_of(call, saved)
     captured = backward_launch.captured_of(call, saved)
-    gradients = backward_launch.backward(call, saved, levels, captured)
+    gradients = backward_launch.backward(call, launches, saved, levels, captured)
     made = {} if captured is None else captured.made
-    return *gradients, captured_gradients.gradients(call, saved, fast=True, levels=levels, made=made)
+    return *gradients, captured_gradients.gradients(call, launches, saved, fast=True, levels=levels, made=made)

@@ -80,25 +80,25 @@ def compiled(name: str) -> tuple[Any, int]:
         return backward_gate.compiled(name)
     call = row.call()
     if row.kernel == "transpose":
-        kernel, arguments = transpose.transpose_launch(call, transpose.empty(call, call.v.device))
+        kernel, arguments = transpose.transpose_launch(call, {}, transpose.empty(call, call.v.device))
         return kernel.warmup(arguments), 0
     packed, paged = "packed" in row.words, "paged" in row.words
     out = torch.empty(*call.q.shape[:3], row.d_v, dtype=call.out_dtype)
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
         call = call.replace(out=out)
     lse, counter = torch.empty(1, 2, 512), torch.empty(2, dtype=torch.int32)
+    arrivals = None
     if "arriving" in row.words:
-        numbers = torch.empty(3, 2, dtype=torch.int32)
-        call = call.replace(arrivals=Arrivals(ArrivalArgs(counter, numbers, counter), lambda: None))
+        arrivals = Arrivals(ArrivalArgs(counter, torch.empty(3, 2, dtype=torch.int32), counter), lambda: None)
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(call)
     score = launch.score_record(call, distance_tables.empty(call), captured)
-    config = forward_config(call.spec(), GPU, "tile" if captured else weight(call, score))
+    config = forward_config(call.spec, GPU, "tile" if captured else weight(call, score))
     config = TWO_CONSUMERS if "short" in row.words else config
-    mask = launch.mask_record(call, config) if paged else device_mask(call)
+    mask = launch.mask_record(call, {}, config) if paged else device_mask(call)
     parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
-    arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured)
-    forward = launch.prepare(call, out, config, 1, captured)
+    arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured, arrivals)
+    forward = launch.prepare(call, out, config, 1, captured, arrivals is not None)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
     operands = launch.operands(call.q, call.k, call.v, out, captured)
     compiled = forward.warmup(operands, arguments, call.scale)

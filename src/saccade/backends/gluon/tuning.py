@@ -66,7 +66,7 @@ class ForwardRow(tuning.TuneRow):
                 yield config
 
     def runner(self, call: Call, best: Mapping[str, ForwardConfig]) -> Callable[[ForwardConfig], object]:
-        return lambda tile: launch.forward(call, tile=tile)
+        return lambda tile: launch.forward(call, {}, True, tile)
 
 
 def rows(dims: list[tuple[int, int]]) -> list[ForwardRow]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Outputs, Saved, Support, score_workspace
+from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, score_workspace
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
 from saccade.descale import EIGHT_BITS
@@ -61,28 +61,28 @@ def recorder() -> Any:
     return new_recorder()
 
 
-def run_forward(call: Call, lse: bool) -> Outputs:
+def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     if call.layout.has_pages:
         from saccade.backends.triton import paged
 
-        return paged.forward(call, lse)
+        return paged.forward(call, [(call, launches)], lse)
     from saccade.backends.triton import launch
 
-    return launch.forward(call, lse)
+    return launch.forward(call, launches, lse)
 
 
-def run_parts(call: Call, parts: Sequence[Call], lse: bool) -> Outputs:
+def run_parts(call: Call, parts: Sequence[tuple[Call, Launches]], lse: bool) -> Outputs:
     """The call over pages that is the sum of these over disjoint keys, and whose rows are theirs."""
     from saccade.backends.triton import paged
 
-    return paged.forward(call, lse, parts)
+    return paged.forward(call, parts, lse)
 
 
-def run_backward(call: Call, saved: Saved) -> Gradients:
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
     from saccade.backends.triton import launch
 
-    saved = row_totals.divide_gradients(call, saved)
+    saved = row_totals.divide_gradients(call, launches, saved)
     levels = launch.level_sums_of(call, saved)
-    gradients = launch.backward(call, saved, levels=levels)
-    return *gradients, captured_gradients.gradients(call, saved, levels=levels)
+    gradients = launch.backward(call, launches, saved, levels=levels)
+    return *gradients, captured_gradients.gradients(call, launches, saved, levels=levels)

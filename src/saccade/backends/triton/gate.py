@@ -118,7 +118,7 @@ def compiled(name: str) -> tuple[Any, int]:
         "dq": (v, q, rows, rows, None),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
-    tile = config(row.kernel, call.spec(), GPU)
+    tile = config(row.kernel, call.spec, GPU)
     arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
     kernel = launch.prepare(row.kernel, call, tile).warmup((*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import configs
-from saccade.backends import Outputs, Saved
+from saccade.backends import Launches, Outputs, Saved
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised
@@ -29,7 +29,7 @@ Tiles = Mapping[str, TileConfig]
 """Configs by kernel that take the place of the table's, for tuning."""
 
 
-def forward(call: Call, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
+def forward(call: Call, launches: Launches, lse: bool = True, tiles: Tiles | None = None) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     q = call.q
     out = call.empty_out()
@@ -38,10 +38,10 @@ def forward(call: Call, lse: bool = True, tiles: Tiles | None = None) -> Outputs
         return without_scores(call, out, row_lse, top)
     if out.numel():
         with on_device(q):
-            operands = (operand(call, name) for name in ("q", "k", "v"))
+            operands = (operand(call, launches, name) for name in ("q", "k", "v"))
             sink = None if call.sink is None else call.sink.contiguous()
-            tensors = (*operands, operand(call, "out", out), row_lse, top, sink, descale.record(call))
-            _launch("forward", call, tensors, tiles)
+            tensors = (*operands, operand(call, launches, "out", out), row_lse, top, sink, descale.record(call))
+            _launch("forward", call, launches, tensors, tiles)
     return out, row_lse, top
 
 
@@ -55,36 +55,36 @@ def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    call: Call, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
+    call: Call, launches: Launches, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if call.scoreless:
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved)
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
     delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
-        dout = aligned_rows(call, saved.dout)
+        dout = aligned_rows(launches, saved.dout)
         # Packed rows stand alone here.
         used = None if call.layout.ragged_keys else sequences.spans(call)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
-        out = aligned_rows(call, saved.out)
+        out = aligned_rows(launches, saved.out)
         sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
-        preprocess = cached_launch(call, key, lambda: Launch(delta_kernel, grid, sizes))
+        preprocess = cached_launch(launches, key, lambda: Launch(delta_kernel, grid, sizes))
         preprocess(q.device.index, (dout, out, *rows))
-        operands = (*(operand(call, name) for name in ("q", "k", "v")), dout)
+        operands = (*(operand(call, launches, name) for name in ("q", "k", "v")), dout)
         sums = TensorArgs.of(dk), TensorArgs.of(dv)
         if max(q.shape[3], v.shape[3]) > WIDE:
-            _launch("dk", call, (*operands, sums[0], None, shift, delta), tiles)
-            _launch("dv", call, (*operands, None, sums[1], shift, delta), tiles)
+            _launch("dk", call, launches, (*operands, sums[0], None, shift, delta), tiles)
+            _launch("dv", call, launches, (*operands, None, sums[1], shift, delta), tiles)
         else:
-            _launch("dkdv", call, (*operands, *sums, shift, delta), tiles)
+            _launch("dkdv", call, launches, (*operands, *sums, shift, delta), tiles)
         own = None if levels is None else levels.sums
-        _launch("dq", call, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
-    return dq, dk, dv, sink_gradient(call, saved, delta)
+        _launch("dq", call, launches, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
+    return dq, dk, dv, sink_gradient(call, launches, saved, delta)
 
 
 DELTA_ROWS = 32
@@ -92,15 +92,15 @@ LEAST_SCALE = 1e-6
 """Below, numbers that are divided by the scale may leave float32."""
 
 
-def operand(call: Call, name: str, x: Tensor | None = None) -> TensorArgs:
+def operand(call: Call, launches: Launches, name: str, x: Tensor | None = None) -> TensorArgs:
     """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
     Call of the same key, which knows where its operands lie, unless they are those of a copy."""
     tensor = eight_bits.readable(getattr(call, name) if x is None else x)
-    if name in call.launches:
-        return TensorArgs(tensor, *call.launches[name])
-    args = aligned_rows(call, tensor) if x is None else TensorArgs.of(tensor)
+    if name in launches:
+        return TensorArgs(tensor, *launches[name])
+    args = aligned_rows(launches, tensor) if x is None else TensorArgs.of(tensor)
     if args.ptr is tensor:
-        call.launches[name] = args[1:]
+        launches[name] = args[1:]
     return args
 
 
@@ -109,28 +109,28 @@ RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
 """The same where sequences may share keys."""
 
 
-def _launch(name: str, call: Call, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
+def _launch(name: str, call: Call, launches: Launches, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
     """Runs a kernel with one program for each q block, or for each kv block."""
     # What Triton specialises for and the Call's key does not hold: how out or dout lies,
     # and the scale's sign.
     given = tensors[4] is None, tensors[-1] is None
     key = name, tensors[3].unit.value, tensors[3].wide.value, *given, precision(), rising(call)
-    cached = call.launches.get(key) if tiles is None else None
+    cached = launches.get(key) if tiles is None else None
     if cached is None:
         tile = tiles[name] if tiles and name in tiles else _config(name, call)
         # A tuning candidate fits as it is, or fails.
         cached = prepare(name, call, tile, least_stages=tile.stages if tiles else 1), tile
         if tiles is None:
-            call.launches[key] = cached
+            launches[key] = cached
     launch, tile = cached
-    launch(call.q.device.index, (*tensors, *_tile_arguments(name, call, tile)))
+    launch(call.q.device.index, (*tensors, *_tile_arguments(name, call, launches, tile)))
 
 
-def _tile_arguments(name: str, call: Call, tile: TileConfig) -> tuple[Any, ...]:
+def _tile_arguments(name: str, call: Call, launches: Launches, tile: TileConfig) -> tuple[Any, ...]:
     by_keys = name in BY_KEYS
     if by_keys and call.layout.starts_k is not None:  # its programs own no sequence's block
         return common_arguments(call, masks.record(call))
-    return tile_arguments(call, tile.block_q, tile.block_k, by_keys)
+    return tile_arguments(call, launches, tile.block_q, tile.block_k, by_keys)
 
 
 def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
@@ -156,4 +156,4 @@ def rising(call: Call) -> bool:
 
 
 def _config(kernel: str, call: Call) -> TileConfig:
-    return config(kernel, call.spec(), configs.gpu_of(call.q.device))
+    return config(kernel, call.spec, configs.gpu_of(call.q.device))

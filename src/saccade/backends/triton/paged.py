@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
-from saccade.backends import Outputs
+from saccade.backends import Launches, Outputs
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
@@ -123,7 +123,7 @@ def split_kv(call: Call, processors: int) -> SplitKV:
 def config(call: Call, rows: int) -> TileConfig:
     """Tiles for about so many flat rows of a sequence: 32 KB of keys and values, three times, so that two programs have
     room in a multiprocessor."""
-    spec, layout = call.spec(), call.layout
+    spec, layout = call.spec, call.layout
     if spec.dtype == "fp32":
         return formula("forward", spec)
     wide, eight = max(block_d(spec.d), block_d(spec.d_v)), call.k.dtype in EIGHT_BITS
@@ -164,12 +164,15 @@ def _sliced(call: Call, rows: int, block_k: int) -> TileConfig:
     return TileConfig(block_q, block_k, 4, 3)
 
 
-def forward(call: Call, lse: bool = True, parts: Sequence[Call] = ()) -> Outputs:
+Part = tuple[Call, Launches]
+
+
+def forward(call: Call, parts: Sequence[Part], lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q); queries end to end are one row of
     t_q.
 
-    parts: calls over disjoint keys whose sum this one is, with the same rows in the same order: (b, h_q, s_q) or
-    (1, h_q, b s_q). What they find goes into one memory, and is added up once.
+    parts: the call itself, or several over disjoint keys whose sum it is, with the same rows in the same order:
+    (b, h_q, s_q) or (1, h_q, b s_q). What they find goes into one memory, and is added up once.
     """
     q, layout = call.q, call.layout
     out = call.empty_out()
@@ -179,18 +182,19 @@ def forward(call: Call, lse: bool = True, parts: Sequence[Call] = ()) -> Outputs
     if not out.numel():
         return out, row_lse, top
     with on_device(q):
-        if parts or (split := _split(call)).splits > 1:
-            _merged(parts or (call,), call, (out, row_lse, top))
+        if len(parts) > 1 or (split := _split(*parts[0])).splits > 1:
+            _merged(parts, call, (out, row_lse, top))
         else:
-            target = launch.operand(call, "out", out)
-            tensors = *_operands(call), target, row_lse, top, *arguments(call, split)
-            _launch("whole", call, split, (row_lse is None, target.unit.value), tensors)
+            ((_, launches),) = parts
+            target = launch.operand(call, launches, "out", out)
+            tensors = *_operands(call, launches), target, row_lse, top, *arguments(call, split)
+            _launch("whole", parts[0], split, (row_lse is None, target.unit.value), tensors)
     return out, row_lse, top
 
 
-def _merged(parts: Sequence[Call], whole: Call, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _merged(parts: Sequence[Part], whole: Call, outputs: Outputs) -> None:
     """Runs calls over disjoint keys and writes what they are together."""
-    (out, row_lse, row_top), splits = outputs, [_split(part) for part in parts]
+    (out, row_lse, row_top), splits = outputs, [_split(*part) for part in parts]
     q, count = whole.q, sum(split.splits for split in splits)
     rows = count, q.shape[0], q.shape[2], q.shape[1]
     found = torch.empty(*rows, whole.v.shape[3], dtype=torch.float32, device=q.device)
@@ -201,7 +205,8 @@ def _merged(parts: Sequence[Call], whole: Call, outputs: tuple[Tensor, Tensor | 
         at = slice(first, first + split.splits)
         targets = [x if x is None or len(parts) == 1 else x[at] for x in (found, lses, tops)]
         form = [x is None or x.data_ptr() % ALIGNMENT for x in targets]
-        _launch("part", part, split, form, (*_operands(part), *targets, *arguments(part, split, parted=True)))
+        tensors = *_operands(*part), *targets, *arguments(part[0], split, parted=True)
+        _launch("part", part, split, form, tensors)
         first += split.splits
     end, target = whole.layout.cu_seqlens_q[-1:] if whole.keeps_tail else None, TensorArgs.of(out)
     form = row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype, out.data_ptr() % ALIGNMENT
@@ -209,17 +214,17 @@ def _merged(parts: Sequence[Call], whole: Call, outputs: tuple[Tensor, Tensor | 
     _launch("merge" if count <= FEW_PARTS else "merge many", parts[0], splits[0], form, tensors)
 
 
-def _split(call: Call) -> SplitKV:
-    split = call.launches.get("split_kv")
+def _split(call: Call, launches: Launches) -> SplitKV:
+    split = launches.get("split_kv")
     if split is None:
-        split = call.launches["split_kv"] = split_kv(call, multiprocessors(call.q.device))
+        split = launches["split_kv"] = split_kv(call, multiprocessors(call.q.device))
     return split
 
 
-def _operands(call: Call) -> tuple[TensorArgs | None, ...]:
+def _operands(call: Call, launches: Launches) -> tuple[TensorArgs | None, ...]:
     """q, k and v, which is None where the kernel takes it from k."""
-    v = None if reads_once(call) else launch.operand(call, "v", call.v)
-    return launch.operand(call, "q"), launch.operand(call, "k", call.k), v
+    v = None if reads_once(call) else launch.operand(call, launches, "v", call.v)
+    return launch.operand(call, launches, "q"), launch.operand(call, launches, "k", call.k), v
 
 
 def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
@@ -275,9 +280,10 @@ def many(layout: Layout) -> int:
     return next(n for n in (32, 256, 2048, 1 << 14, 1 << 17) if n > layout.sequences)
 
 
-def _launch(name: str, call: Call, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
+def _launch(name: str, part: Part, split: SplitKV, form: Iterable[Any], tensors: tuple[Any, ...]) -> None:
     """form: what Triton specialises for and the Call's key does not hold."""
-    launch = cached_launch(call, (name, precision(), *form), lambda: prepare(name, call, split))
+    call, launches = part
+    launch = cached_launch(launches, (name, precision(), *form), lambda: prepare(name, call, split))
     launch(call.q.device.index, tensors)
 
 

@@ -52,11 +52,11 @@ class TritonTuneRow(TuneRow):
 
     def runner(self, call: Call, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":
-            return lambda tile: launch.forward(call, tiles={self.kernel: tile})
-        out, lse, _ = launch.forward(call, tiles=best)
+            return lambda tile: launch.forward(call, {}, tiles={self.kernel: tile})
+        out, lse, _ = launch.forward(call, {}, tiles=best)
         assert lse is not None
         saved = Saved(torch.randn_like(out), None, out, lse)
-        return lambda tile: launch.backward(call, saved, {**best, self.kernel: tile})
+        return lambda tile: launch.backward(call, {}, saved, {**best, self.kernel: tile})
 
 
 def rows(dims: list[tuple[int, int]]) -> list[TritonTuneRow]:

@@ -83,7 +83,7 @@ def compiled(name: str) -> tuple[Any, int]:
     plan = BackwardPlan.of(call, out, out, gradients, processors, config, captured)
     mask, spans = device_mask(call, by_keys=True), sequences.spans(call)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
-    space = *workspace(call, plan, mask, spans), counter, lse
+    space = *workspace(call, {}, plan, mask, spans), counter, lse
     tables = distance_tables.empty(call)
     levels = level_sums_of(call, saved)
     written = *gradients, *gradients[1:]

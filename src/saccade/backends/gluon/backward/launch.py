@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.backends import Saved
+from saccade.backends import Launches, Saved
 from saccade.backends.device import block_lists, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device, per_row
@@ -46,7 +46,7 @@ def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
 
 
 def backward(
-    call: Call, saved: Saved, levels: LevelSums | None = None, captured: BackwardCapture | None = None
+    call: Call, launches: Launches, saved: Saved, levels: LevelSums | None, captured: BackwardCapture | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = call.q, call.k, call.v
@@ -55,37 +55,37 @@ def backward(
     dq, dk, dv = gradients
     packed = call.layout.ragged_keys
     if call.scoreless:
-        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, saved)
+        return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
     with on_device(q):
-        dout, out = bulk_rows(call, saved.dout), bulk_rows(call, saved.out)
+        dout, out = bulk_rows(launches, saved.dout), bulk_rows(launches, saved.out)
         # What the compiled kernels depend on besides the Call's key.
         key = "backward", saved.dlse is None, call.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
         key = *key, captured and captured.key
-        plan = call.launches.get(key)
+        plan = launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None)
         if plan is None:
             processors = multiprocessors(q.device)
             plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)
-            call.launches[key] = plan
-        mask = block_lists.record(call, config.block_q, config.block_k, by_keys=True)
-        spans = sequences.spans(call, sequences.table(call, 1, config.block_k) if packed else None)
-        space = workspace(call, plan, mask, spans)
+            launches[key] = plan
+        mask = block_lists.record(call, launches, config.block_q, config.block_k, by_keys=True)
+        spans = sequences.spans(call, sequences.table(call, launches, 1, config.block_k) if packed else None)
+        space = workspace(call, launches, plan, mask, spans)
         delta = per_row(call, call.sink is not None)
         space = *space, counter(q.device) if config.stays else None, delta
         saved = Saved(dout, saved.dlse, out, saved.lse)
         shares = dk, dv
         if plan.divided > 1:
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
-        tables = distance_tables.tables(call, fast=True)
+        tables = distance_tables.tables(call, launches, fast=True)
         written = dq, *shares, dk, dv
         all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
         for launch, given in zip(plan.launches, all_given, strict=True):
             launch(q.device.index, *given)
-    return dq, dk, dv, sink_gradient(call, saved, delta)
+    return dq, dk, dv, sink_gradient(call, launches, saved, delta)
 
 
 def workspace(
-    call: Call, plan: BackwardPlan, mask: masks.DeviceMask, spans: tuple[Any, Any]
+    call: Call, launches: Launches, plan: BackwardPlan, mask: masks.DeviceMask, spans: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
     """neg_delta, neg_lse, dq_accum and the semaphore for it."""
     device = call.q.device
@@ -95,17 +95,11 @@ def workspace(
     if plan.ranks is None:
         return neg_delta, neg_lse, dq_accum, None
     if mask.block_sparse.value:
-        ranks = block_lists.ranks(call, mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+        ranks = block_lists.ranks(launches, mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)
     return neg_delta, neg_lse, dq_accum, DQSemaphore(ranks, counts, runtime_int(plan.ranks[1]))
-
-
-def workspace_bytes(b: int, h_q: int, s_q: int, d: int) -> int:
-    """Bytes of `workspace`; d is the larger head dim."""
-    config = BackwardConfig.of(d, d)
-    return b * h_q * -(-s_q // config.block_q) * config.block_q * (4 * config.columns + 8)
 
 
 def arguments(
@@ -152,10 +146,10 @@ def arguments(
         yield (), tuple(map(TensorArgs.of, (dk, dv, *whole)))
 
 
-def bulk_rows(call: Call, x: Tensor) -> Tensor:
+def bulk_rows(launches: Launches, x: Tensor) -> Tensor:
     """x, or a copy of it that bulk copies can read: an expanded tensor has strides of zero."""
     if not aligned(x):
-        return padded(call, x)
+        return padded(launches, x)
     strides = x.stride()
     expanded = 0 in strides and any(n > 1 and stride == 0 for n, stride in zip(x.shape, strides, strict=True))
-    return padded(call, x) if expanded else x
+    return padded(launches, x) if expanded else x

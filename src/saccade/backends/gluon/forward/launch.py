@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import configs
-from saccade.backends import Outputs
+from saccade.arrivals import Arrivals
+from saccade.backends import Launches, Outputs
 from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, on_device, per_row, without_scores
@@ -54,11 +55,13 @@ LATE_ROUNDS = 16
 (docs/findings/distributed.md)."""
 
 
-def forward(call: Call, lse: bool = True, tile: ForwardConfig | None = None) -> Outputs:
+def forward(
+    call: Call, launches: Launches, lse: bool, tile: ForwardConfig | None = None, arrivals: Arrivals | None = None
+) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     out = _destination(call)
     if not aligned(call.q):  # which the Spec of a cache leaves open
-        call = call.replace(q=padded(call, call.q))
+        call = call.replace(q=padded(launches, call.q))
     q, k, v = call.q, call.k, call.v
     row_lse, top = per_row(call, lse), per_row(call, call.max_scores)
     if not out.numel():
@@ -67,32 +70,30 @@ def forward(call: Call, lse: bool = True, tile: ForwardConfig | None = None) -> 
     if not k.shape[2] or packed == 0:
         return without_scores(call, out, row_lse, top)
     with on_device(q):
-        parts = empty_parts(call)
-        distances = distance_tables.tables(call, fast=True)
+        parts = empty_parts(call, launches)
+        distances = distance_tables.tables(call, launches, fast=True)
         captured = captured_rows(call)
         score = score_record(call, distances, captured)
         # What is compiled for, and the Call's key does not hold.
         key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
-        key = *key, captured and captured.key, call.arrivals is None
-        cached = call.launches.get(key) if tile is None else None
+        key = *key, captured and captured.key, arrivals is None
+        cached = launches.get(key) if tile is None else None
         if cached is None:
             config = tile or config_of(call, score, captured)
-            cached = prepare(call, out, config, multiprocessors(q.device), captured), config
+            cached = prepare(call, out, config, multiprocessors(q.device), captured, arrivals is not None), config
             if tile is None:
-                call.launches[key] = cached
+                launches[key] = cached
         launch, config = cached
         rows = rows_of_a_consumer(call, config.consumers) * config.consumers
-        table, mask = None if packed is None else sequences.table(call, 0, rows), mask_record(call, config)
-        if parts is None:
-            given = arguments(call, out, row_lse, top, counter(q.device), table, mask, score, captured=captured)
-        else:
-            found = paged_tma.Parts.of(parts[0])
-            given = arguments(call, out, *parts[1:], counter(q.device), table, mask, score, found)
+        table = None if packed is None else sequences.table(call, launches, 0, rows)
+        mask = mask_record(call, launches, config)
+        found, rows_found = (None, (row_lse, top)) if parts is None else (paged_tma.Parts.of(parts[0]), parts[1:])
+        given = arguments(call, out, *rows_found, counter(q.device), table, mask, score, found, captured, arrivals)
         if call.descale is not None and not config.transposer_registers:
-            v = transpose.transposed(call)
+            v = transpose.transposed(call, launches)
         launch(q.device.index, operands(q, k, v, out, captured), given, call.scale)
         if parts is not None:
-            _merge(call, parts, (out, row_lse, top))
+            _merge(call, launches, parts, (out, row_lse, top))
     return out, row_lse, top
 
 
@@ -106,7 +107,7 @@ def captured_rows(call: Call) -> CapturedTile | None:
 def config_of(call: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
     """The schedule of a call's kernel."""
     weight = scores.weight(call, score) if captured is None else "tile"
-    config = forward_config(call.spec(), configs.gpu_of(call.q.device), weight)
+    config = forward_config(call.spec, configs.gpu_of(call.q.device), weight)
     return for_rows(call, config, multiprocessors(call.q.device))
 
 
@@ -119,11 +120,11 @@ PartTensors = tuple[Tensor, Tensor, Tensor | None]
 """Float32 out (splits, b, s_q, h_q, d_v), LSE and largest scores (splits, b, s_q, h_q)."""
 
 
-def empty_parts(call: Call) -> PartTensors | None:
+def empty_parts(call: Call, launches: Launches) -> PartTensors | None:
     """Memory for the results of parts, where keys are cut."""
-    splits = call.launches.get("splits")
+    splits = launches.get("splits")
     if splits is None:
-        splits = call.launches["splits"] = key_splits(call, multiprocessors(call.q.device))
+        splits = launches["splits"] = key_splits(call, multiprocessors(call.q.device))
     if splits == 1:
         return None
     b, h_q, s_q, _ = call.q.shape
@@ -132,7 +133,7 @@ def empty_parts(call: Call) -> PartTensors | None:
     return found, lses, torch.empty_like(lses) if call.max_scores else None
 
 
-def _merge(call: Call, parts: PartTensors, outputs: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+def _merge(call: Call, launches: Launches, parts: PartTensors, outputs: Outputs) -> None:
     """Writes what the parts are together."""
     found, lses, tops = parts
     out, row_lse, row_top = outputs
@@ -140,7 +141,7 @@ def _merge(call: Call, parts: PartTensors, outputs: tuple[Tensor, Tensor | None,
     target = TensorArgs.of(out)
     # What is compiled for, and the Call's key does not hold.
     key = "merge", row_lse is None, end is None, target.unit.value, target.wide.value, out.dtype
-    launch = cached_launch(call, key, lambda: merge_launch(call, lses.shape[0], MAX_SPLITS))
+    launch = cached_launch(launches, key, lambda: merge_launch(call, lses.shape[0], MAX_SPLITS))
     numbers = lses[0].numel(), lses.shape[0], *call.q.shape[1:3]
     launch(out.device.index, (found, lses, tops, target, row_lse, row_top, end, *numbers))
 
@@ -156,6 +157,7 @@ def arguments(
     score: scores.DeviceScore,
     parts: paged_tma.Parts | None = None,
     captured: CapturedTile | None = None,
+    arrivals: Arrivals | None = None,
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
@@ -164,7 +166,7 @@ def arguments(
     unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(call) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    rules = mask, score, captured and captured.args, call.arrivals and call.arrivals.args
+    rules = mask, score, captured and captured.args, arrivals and arrivals.args
     records = paged_tma.record(call, parts), rules, dropout.record(call), descale.record(call)
     no_descriptor = () if captured else (None,)
     return *no_descriptor, *tensors, sequences.spans(call, table), *records
@@ -185,18 +187,18 @@ def _destination(call: Call) -> Tensor:
     return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
 
 
-def mask_record(call: Call, config: ForwardConfig) -> masks.DeviceMask:
+def mask_record(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if call.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         listed = call.mask is not None and call.mask.listed
         return masks.record(call)._replace(all_tiles=masks.FLAGS[listed])
-    return block_lists.record(call, 64 * config.consumers, config.block_k)
+    return block_lists.record(call, launches, 64 * config.consumers, config.block_k)
 
 
 def prepare(
-    call: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None = None
+    call: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None, arriving: bool
 ) -> TMALaunch:
-    """The launch of all calls of the Call's key."""
+    """The launch of all calls of the Call's key; arriving: of those whose keys come while they run."""
     q, k, v = call.q, call.k, call.v
     b, _, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(call), v.shape[3]
@@ -227,7 +229,7 @@ def prepare(
     if packed:
         blocks = sequences.slots(call, 0, rows * config.consumers)
         section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
-        if call.arrivals is not None:  # few key heads in turns, as they come
+        if arriving:  # few key heads in turns, as they come
             section = processors // packs
     items = blocks * b * h_k * packs
     numbers = blocks, b * h_k * packs, section, h_k, call.group, s_q, s_k
@@ -238,7 +240,7 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(call, items / processors),
+        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(call, items / processors, arriving),
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(items * key_splits(call, processors), processors), 1, 1
@@ -252,10 +254,10 @@ def is_sorted(call: Call) -> bool:
     return causal and call.descale is None and not call.layout.tensors
 
 
-def draws_late(call: Call, rounds: float) -> bool:
+def draws_late(call: Call, rounds: float, arriving: bool) -> bool:
     """Whether programs, which have so many items each, draw the next when one is nearly done. Packed sequences take
     longer to open, which pays where keys come, the longest sequences first, and items are few."""
-    return rounds <= LATE_ROUNDS if call.arrivals is not None else is_sorted(call)
+    return rounds <= LATE_ROUNDS if arriving else is_sorted(call)
 
 
 def packed_sequences(call: Call) -> int | None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from saccade.backends import Launches
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.sequences import block_of_rows, spans
@@ -49,10 +50,10 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
     tl.store(out + line[:, None] + place[None, :], tl.trans(words), mask=(column < D)[:, None])
 
 
-def transposed(call: Call) -> Tensor:
+def transposed(call: Call, launches: Launches) -> Tensor:
     """v as (b, h_k, d_v, keys): columns of whole blocks of 128 keys; packed, those of each sequence are its own."""
     out = empty(call, call.v.device)
-    launch, arguments = transpose_launch(call, out)
+    launch, arguments = transpose_launch(call, launches, out)
     launch(out.device.index, arguments)
     return out
 
@@ -63,13 +64,13 @@ def empty(call: Call, device: torch.device) -> Tensor:
     return torch.empty(b, h_k, d, call.layout.tiles(s, BLOCK) * BLOCK, dtype=call.v.dtype, device=device)
 
 
-def transpose_launch(call: Call, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def transpose_launch(call: Call, launches: Launches, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
     """The kernel that fills `out`, and its arguments."""
     b, h_k, s, d = call.v.shape
     blocks = out.shape[3] // BLOCK
     width = min(_COLUMNS, triton.next_power_of_2(d))
     grid = blocks, b * h_k, -(-d // width)
-    launch = cached_launch(call, "transpose", lambda: Launch(transpose_kernel, grid, (d, width, BLOCK)))
+    launch = cached_launch(launches, "transpose", lambda: Launch(transpose_kernel, grid, (d, width, BLOCK)))
     _, used = spans(call)
     values = TensorArgs.of(call.v.view(torch.uint8))
     return launch, (out.view(torch.int32), values, used, blocks, h_k, s)

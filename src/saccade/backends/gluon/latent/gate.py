@@ -50,11 +50,11 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
     if row.words[0] == "schedule":
         numbers = schedule, *sequences.spans(call), masks.record(call), s_q, 4096
-        return launch.scheduling(call).warmup(numbers), 0
+        return launch.scheduling({}).warmup(numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
         tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
-        return launch.merging(call, cut).warmup(tensors), 0
+        return launch.merging(call, {}, cut).warmup(tensors), 0
     kernel = launch.prepare(call, cut)
     results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
     records = sequences.spans(call), masks.record(call), score_record(call)

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.backends import Outputs
+from saccade.backends import Launches, Outputs
 from saccade.backends.device import masks, scores, sequences
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
@@ -52,11 +52,11 @@ class Cut:
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
 
 
-def forward(call: Call, lse: bool = True) -> Outputs:
+def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
     """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
     layout = call.layout
     if not aligned(call.q):  # which the Spec of a cache leaves open
-        call = call.replace(q=padded(call, call.q))
+        call = call.replace(q=padded(launches, call.q))
     q = call.q
     out, row_lse = call.empty_out(), per_row(call, lse)
     if not layout.sequences or not layout.capacity(call.k.shape[2]):
@@ -64,25 +64,25 @@ def forward(call: Call, lse: bool = True) -> Outputs:
     if not out.numel():
         return out, row_lse, None
     with on_device(q):
-        cut = call.launches.get("latent cut")
+        cut = launches.get("latent cut")
         if cut is None:
-            cut = call.launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
+            cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
         score, mask, spans = score_record(call), masks.record(call), sequences.spans(call)
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
         key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
-        launch = call.launches.get(key)
+        launch = launches.get(key)
         if launch is None:
-            launch = call.launches[key] = prepare(call, cut)
+            launch = launches[key] = prepare(call, cut)
         index = q.device.index
         schedule, parts = empty_schedule(call, cut), empty_parts(call, cut)
         lengths = q.shape[2], layout.capacity(call.k.shape[2])
-        scheduling(call)(index, (schedule, *spans, mask, *lengths))
+        scheduling(launches)(index, (schedule, *spans, mask, *lengths))
         results = target, row_lse, *parts, sink
         launch(index, (q, call.k), arguments(call, results, schedule, spans, mask, score), call.scale)
         tensors = *parts, target, row_lse, sink, schedule, *q.shape[1:3]
-        merging(call, cut, (lse, target.unit.value))(index, tensors)
+        merging(call, launches, cut, (lse, target.unit.value))(index, tensors)
     return out, row_lse, None
 
 
@@ -99,11 +99,11 @@ def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
     return torch.empty(*rows, call.v.shape[3], **make), torch.empty(rows, **make)
 
 
-def scheduling(call: Call) -> Launch:
-    return cached_launch(call, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
+def scheduling(launches: Launches) -> Launch:
+    return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
 
 
-def merging(call: Call, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
+def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
     """`key`: what is compiled for besides, and the Call's key does not hold."""
 
     def make() -> Launch:
@@ -112,7 +112,7 @@ def merging(call: Call, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
         constants = call.group, cut.rows, call.v.shape[3], 1 << (cut.lines - 1).bit_length(), chunk
         return Launch(merge_kernel, (call.q.shape[:3].numel(), 1, 1), constants, warps, stages=1)
 
-    return cached_launch(call, ("latent merge", *key), make)
+    return cached_launch(launches, ("latent merge", *key), make)
 
 
 def arguments(
