@@ -21,7 +21,7 @@ from rank_cells import MASKS, Cell, asked, methods, predicted
 
 from saccade import Dense, Packed, attention
 from saccade.distributed import plan
-from saccade.testing.mapped_files import mapped_files
+from tests.support.mapped_files import mapped_files
 
 MODES = ("forward", "backward")
 LEAD = 6_000_000

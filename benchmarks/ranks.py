@@ -37,7 +37,7 @@ from rank_cells import Cell, cells, chosen, gigabytes, methods
 from rank_work import FEWEST, MODES, Options
 
 from saccade.bench.machine import Run
-from saccade.testing.ranks import Pool
+from tests.support.ranks import Pool
 
 WORK = str(Path(__file__).with_name("rank_work.py")), "measured"
 STARTS = 3

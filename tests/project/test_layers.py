@@ -48,7 +48,6 @@ FOREIGN = {
     "backends/gluon": {"triton"},
     "integrations/transformers": {"transformers"},
     "testing": {"triton"},
-    "testing/emulator": {"numpy", "triton"},
     "bench": None,
     "cli": None,
 }

@@ -11,10 +11,10 @@ import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gluon_language
 
-from saccade.testing.emulator import inline_asm
-from saccade.testing.emulator.memory import SharedTile
-from saccade.testing.emulator.scheduler import Partition, machine, this_partition
-from saccade.testing.emulator.values import (
+from tests.emulator import inline_asm
+from tests.emulator.memory import SharedTile
+from tests.emulator.scheduler import Partition, machine, this_partition
+from tests.emulator.values import (
     ANY_LAYOUT,
     STORED,
     Tensor,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from saccade.testing.emulator import barriers, hopper
-from saccade.testing.emulator.scheduler import machine, this_partition
-from saccade.testing.emulator.values import Array, Tensor, encoded, rounded, tensor
+from tests.emulator import barriers, hopper
+from tests.emulator.scheduler import machine, this_partition
+from tests.emulator.values import Array, Tensor, encoded, rounded, tensor
 
 
 def _nothing(text: str) -> Any:

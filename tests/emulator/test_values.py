@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 import numpy as np
 import triton.language as tl
 
-from saccade.testing.emulator.language import TRITON
-from saccade.testing.emulator.values import Tensor, tensor
+from tests.emulator.language import TRITON
+from tests.emulator.values import Tensor, tensor
 
 
 def floats(*x: float, dtype: object = tl.float32) -> Tensor:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from saccade.testing.emulator.barriers import mbarrier_at
-from saccade.testing.emulator.memory import SharedTile, check_fenced, check_read, check_write, fence, write_plainly
-from saccade.testing.emulator.scheduler import AsyncOperation, EmulatorError, Race, machine, this_partition
-from saccade.testing.emulator.values import OF_TORCH, Array, Tensor, ValueType, decoded, encoded, raw_type
+from tests.emulator.barriers import mbarrier_at
+from tests.emulator.memory import SharedTile, check_fenced, check_read, check_write, fence, write_plainly
+from tests.emulator.scheduler import AsyncOperation, EmulatorError, Race, machine, this_partition
+from tests.emulator.values import OF_TORCH, Array, Tensor, ValueType, decoded, encoded, raw_type
 
 
 class Descriptor:

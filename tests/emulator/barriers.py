@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from saccade.testing.emulator.memory import SharedTile
-from saccade.testing.emulator.scheduler import EmulatorError, Partition, machine, this_partition
+from tests.emulator.memory import SharedTile
+from tests.emulator.scheduler import EmulatorError, Partition, machine, this_partition
 
 
 class MBarrier:

@@ -27,7 +27,7 @@ from saccade.backends.gluon.pipeline import Ring, Slots
 from saccade.backends.gluon.ptx import barrier_arrive
 from saccade.backends.gluon.shim import tma_load, tma_reduce_add, view
 from saccade.testing import check
-from saccade.testing.emulator import Deadlock, EmulatorError, Race, emulated
+from tests.emulator import Deadlock, EmulatorError, Race, emulated
 
 SEEDS = 6
 

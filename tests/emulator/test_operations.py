@@ -39,7 +39,7 @@ from saccade.backends.device.replay import Recorder
 from saccade.backends.gluon.forward import splits
 from saccade.bounded_cache import derived
 from saccade.layouts import Layout
-from saccade.testing.emulator import emulated
+from tests.emulator import emulated
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 

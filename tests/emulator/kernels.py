@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from saccade.backends.gluon import shim
-from saccade.testing.emulator import barriers, hopper
-from saccade.testing.emulator.language import GLUON, TRITON, Namespace, numbers
-from saccade.testing.emulator.values import OF_TORCH, Tensor, tensor
+from tests.emulator import barriers, hopper
+from tests.emulator.language import GLUON, TRITON, Namespace, numbers
+from tests.emulator.values import OF_TORCH, Tensor, tensor
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""The README's support table, from the backends' declarations: `python -m saccade.testing.support [README.md]`."""
+"""The README's support table, from the backends' declarations: `python -m tests.support.support_table [README.md]`."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from triton.runtime.jit import JITFunction
 from saccade import configs, dispatch, hardware
 from saccade.backends import gluon
 from saccade.backends.gluon import tma_launch
-from saccade.testing.emulator.kernels import Translator, tensors_in
-from saccade.testing.emulator.memory import GlobalMemory
-from saccade.testing.emulator.scheduler import Machine
+from tests.emulator.kernels import Translator, tensors_in
+from tests.emulator.memory import GlobalMemory
+from tests.emulator.scheduler import Machine
 
 OLDEST = 3, 9
 """The Triton by whose names records keep their fields."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from saccade.testing.emulator.scheduler import (
+from tests.emulator.scheduler import (
     AsyncOperation,
     EmulatorError,
     GridProgram,
@@ -21,7 +21,7 @@ from saccade.testing.emulator.scheduler import (
     Race,
     this_partition,
 )
-from saccade.testing.emulator.values import Array, Tensor, bytes_of, decoded, encoded, raw_type, sizes
+from tests.emulator.values import Array, Tensor, bytes_of, decoded, encoded, raw_type, sizes
 
 
 class GlobalMemory:

@@ -18,9 +18,9 @@ from saccade.backends.gluon.backward import capture, plan
 from saccade.backends.gluon.forward import splits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
-from saccade.testing.emulator import emulated
-from saccade.testing.non_finite import TABLES, assert_endless_sink, assert_near, operands, table_results
-from saccade.testing.scores import ARGUMENTS, MASKS, WRAPPING
+from tests.emulator import emulated
+from tests.support.non_finite import TABLES, assert_endless_sink, assert_near, operands, table_results
+from tests.support.scores import ARGUMENTS, MASKS, WRAPPING
 
 SAMPLE = (
     "causal", "window", "documents-scattered", "group3", "d72", "d192-128", "d256", "softcap-sink", "t5-bias",

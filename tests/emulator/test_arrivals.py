@@ -21,7 +21,7 @@ from saccade.backends.gluon.forward import load
 from saccade.backends.gluon.ptx import wait_for_copies
 from saccade.call import check_call
 from saccade.distributed import arriving, plan
-from saccade.testing.emulator import emulated, inline_asm
+from tests.emulator import emulated, inline_asm
 
 LENGTHS, RANKS, HEADS = (300, 40, 0, 500, 7), 3, (4, 2)
 

@@ -5,7 +5,7 @@ run as Python functions over numpy's arrays. The programs of a grid and their pa
 and products happen at random times until they are waited for, and what no order allows raises an EmulatorError:
 
 >>> import torch, saccade
->>> from saccade.testing.emulator import emulated
+>>> from tests.emulator import emulated
 >>> q, k, v = torch.randn(3, 1, 1, 100, 64, dtype=torch.bfloat16).unbind()
 >>> with emulated(seed=1):
 ...     out = saccade.attention(q, k, v, backend="gluon")
@@ -14,7 +14,7 @@ What it cannot see: registers and their layouts, order between threads of one pa
 memory is seen by other programs.
 """
 
-from saccade.testing.emulator.launch import emulated
-from saccade.testing.emulator.scheduler import Deadlock, EmulatorError, Race
+from tests.emulator.launch import emulated
+from tests.emulator.scheduler import Deadlock, EmulatorError, Race
 
 __all__ = ["Deadlock", "EmulatorError", "Race", "emulated"]

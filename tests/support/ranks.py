@@ -1,6 +1,6 @@
 """A call over many ranks beside the same call in one process.
 
->>> from saccade.testing.ranks import Pool, differences  # doctest: +SKIP
+>>> from tests.support.ranks import Pool, differences  # doctest: +SKIP
 >>> with Pool(4) as pool:  # doctest: +SKIP
 ...     print(differences(pool, Case("", dtype="fp64", order="thd", lengths=(37, 5, 64), mask="causal"), 4))
 """
@@ -78,7 +78,7 @@ class Pool:
         methods = multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
-            context.set_forkserver_preload(["saccade.testing.ranks", "torch.distributed.fsdp", "torch._dynamo"])
+            context.set_forkserver_preload(["tests.support.ranks", "torch.distributed.fsdp", "torch._dynamo"])
         # Here, so that no port is chosen before somebody listens to it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for rank in range(self.size):
