@@ -1,51 +1,34 @@
-"""What the words of a compile gate's row mean, and the kernels that backends share as the gate sees them."""
+"""What the words of a row mean: a Call of stand-in tensors."""
 
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from saccade import scores
-from saccade.backends import Saved
 from saccade.backends.device import (
     block_lists,
-    captured_gradients,
-    distance_tables,
-    level_sums,
     masks,
-    row_totals,
     sequences,
     visits,
 )
-from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
-from saccade.backends.device.gradients import copy_launch, sink_launch
-from saccade.backends.device.level_sums import LevelSums
-from saccade.backends.device.recompute import recompute_launch
+from saccade.backends.device.launch import Launch
 from saccade.backends.device.records import runtime_int
-from saccade.backends.device.row_totals_kernel import row_totals_kernel
-from saccade.backends.device.scores import scatter
+from saccade.backends.gluon.tma_launch import TMALaunch
 from saccade.call import Call
 from saccade.descale import EIGHT_BITS, Factors
 from saccade.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, interval, mask_mod, window
-from saccade.scores import Traced
 
 GPU = "h200"
 SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
 DROPPED = [(64, "full dropout"), (256, "masked dropout")]
 """Head dims and words of the rows with a score function, and with dropout."""
 DTYPES = {"8bit": torch.float8_e4m3fn, "16bit": torch.bfloat16, "32bit": torch.float32}
-
-
-NEVER = tl.constexpr(0), tl.constexpr(0)
-"""No tiles of the kernel of captured tensors are passed over."""
 
 
 class GateRow(NamedTuple):
@@ -132,59 +115,20 @@ def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask, with stand-ins for its block lists, or for its table of visits."""
     mask = masks.record(call)
     if call.mask is None or not call.mask.listed:
-        return visits.stand_in(call, mask) if by_keys and call.by_row else mask
+        return _with_visits(call, mask) if by_keys and call.by_row else mask
     empty = torch.empty(16, dtype=torch.int32)
     return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
 
 
-SHARED = (
-    "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
-    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy",
-)  # fmt: skip
+def _with_visits(call: Call, mask: masks.DeviceMask) -> masks.DeviceMask:
+    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32), sequences.spans(call)
+    return visits._with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
 
 
-def compiled(kernel: str, call: Call) -> Any:
-    """One of the SHARED kernels, not run."""
-    lse = torch.empty(call.q.shape[:3])
-    saved = Saved(call.v, lse, call.v, lse)
-    distances = () if kernel == "row_totals" else distance_tables.empty(call)
-    arguments = common_arguments(call, device_mask(call), distances=distances)
-    if kernel == "order":
-        tiles = torch.empty(9, 2, dtype=torch.int32)
-        launch, arguments = sequences.order_launch(call, tiles, 0, 64)
-    elif kernel == "captured_gradients":
-        assert isinstance(call.score, Traced)
-        sums = tuple(torch.empty(x.shape) for x in call.score.tensors)
-        adding = scatter(call, [True] * len(sums))
-        launch = recompute_launch(captured_gradients_kernel, call, tl.constexpr(in_any_order), adding, *NEVER)
-        saved = replace(saved, dlse=None)
-        arguments = *captured_gradients.tensors(call, saved), sums, *arguments
-    elif kernel == "level_sums":
-        levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
-        launch = level_sums.launch(call, levels, in_any_order, [True], False)
-        arguments = level_sums.arguments(call, levels, [torch.empty(2, 1)])
-    elif kernel == "row_totals":
-        launch = recompute_launch(row_totals_kernel, call)
-        arguments = *row_totals.tensors(call, saved, saved), *arguments
-    elif kernel == "sink":
-        launch, arguments = sink_launch(call.replace(sink=torch.empty(2)), lse, lse, 1.0, torch.empty(2))
-    elif kernel == "copy":
-        launch, arguments = copy_launch(call, call.q, call.q)
-    elif kernel == "results":
-        launch, made = captured_gradients.results_launch(call, lse), lse.long()
-        arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()
-    elif kernel in ("mark", "ranks"):
-        index = torch.empty(1, 1, 4, 4, dtype=torch.int32)
-        found = block_lists.BlockLists(index, index, *map(runtime_int, (1, 1, 1)))
-        launch, arguments = block_lists.ranks_launches(call, index, found, index)[kernel == "ranks"]
-    else:
-        states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
-        packed = kernel.startswith("packed")
-        if packed:
-            call = call.replace(layout=PACKED)
-        table = lists if packed else None
-        if kernel.endswith("states"):
-            launch, arguments = block_lists.states_launch(call, states, table)
-        else:
-            launch, arguments = block_lists.lists_launch(call, states, lists, lists, (128, 128), packed, table)
-    return launch.warmup(arguments)
+def warmed(launch: Launch | TMALaunch, *given: Any) -> Any:
+    """The compiled kernel of a launch that is `given` this besides the device, not run."""
+    if isinstance(launch, TMALaunch):
+        options = {**launch.constants, **launch.options, "grid": (1,)}
+        return launch.kernel.warmup(*launch._arguments(*given), **options)
+    (arguments,) = given
+    return launch.kernel.warmup(*arguments, *launch.constants, **launch._options(launch.stages), grid=(1,))

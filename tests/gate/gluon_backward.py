@@ -1,4 +1,4 @@
-"""The backward kernels as the compile gate sees them, compiled from stand-in tensors."""
+"""The backward kernels, compiled from stand-in tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
-from saccade.backends.device.gate import DROPPED, SCORED, GateRow, device_mask
 from saccade.backends.gluon.backward.kernel import backward_kernel
 from saccade.backends.gluon.backward.launch import arguments, captured_of, level_sums_of, workspace
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
+from tests.gate.rows import DROPPED, SCORED, GateRow, device_mask, warmed
 
 ALLOWED = {
     "gluon backward 16bit d64/64 full": 32,
@@ -90,7 +90,7 @@ def compiled(name: str) -> tuple[Any, int]:
     all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, given = next(x for x in zip(plan.launches, all_given, strict=True) if x[0].kernel.__name__ in names)
-    kernel = launch.warmup(*given)
+    kernel = warmed(launch, *given)
     if launch.kernel is backward_kernel:
         promised = config.shared_bytes(call, captured is not None, plan.tight)
         assert kernel.metadata.shared <= promised, f"{kernel.metadata.shared} bytes of shared memory, not {promised}"

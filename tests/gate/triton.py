@@ -1,4 +1,4 @@
-"""The Triton kernels as the compile gate sees them: each config row, compiled from stand-in tensors."""
+"""The Triton kernels: each config row, compiled from stand-in tensors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from saccade.backends.device import descale, distance_tables
-from saccade.backends.device import gate as device_gate
 from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.gate import GPU, SHARED, GateRow, device_mask
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton import append, launch, paged, quantize, rank_sums, spread_rows
+from saccade.backends.triton import launch
 from saccade.backends.triton.config import config, kernels, key
 from saccade.configs import table
 from saccade.spec import Spec
+from tests.gate import shared, triton_others
+from tests.gate.rows import GPU, GateRow, device_mask, warmed
+from tests.gate.shared import SHARED
 
 DROPOUT_SPILL = 96
 """What 3.6 spills with dropout, whose numbers need registers."""
@@ -34,7 +35,7 @@ QUANTIZE = (
     "16bit d128/128 quantize block rotated", "16bit d128/128 quantize block grouped rotated",
     "16bit d128/128 quantize head grouped rotated", "16bit d128/128 parts", "16bit d256/256 mean rotated",
 )  # fmt: skip
-"""A kernel, and what a call has: see `quantize.compiled`."""
+"""A kernel, and what a call has: see `triton_others.quantize`."""
 WIDE_ROWS = "dk 16bit d512/512 ranges", "dv 16bit d512/512 masked dropout", "dk 16bit d64/512 packed"
 EIGHT_BITS = (
     "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide",
@@ -65,14 +66,14 @@ def features() -> Iterator[str]:
     lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
-    yield from (f"triton paged 16bit d128/128 {word}" for word in (*paged.ROWS, "append", "slots"))
-    yield from (f"triton paged 16bit d576/512 {word} latent" for word in paged.LATENT)
+    yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
+    yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)
     yield from (f"triton {words} max_scores" for words in MAX_SCORES)
     yield "triton forward 16bit d75/1 listed dropout"
     yield from (f"triton paged {size} d512/512 {word}" for size in ("8bit", "16bit") for word in ("decode", "fixed"))
     yield from (f"triton {name} 16bit d512/512 relative_bias" for name in ("captured_gradients", "row_totals"))
     yield from (f"triton {words}" for words in WIDE_ROWS)
-    yield from (f"triton paged 8bit d128/128 {word}" for word in (*paged.ROWS[:4], "append", "slots"))
+    yield from (f"triton paged 8bit d128/128 {word}" for word in (*triton_others.ROWS[:4], "append", "slots"))
     yield "triton paged 8bit d64/32 prompt"
     yield "triton paged 8bit d16/16 few"
     yield from (f"triton forward 8bit {words}" for words in EIGHT_BITS)
@@ -91,22 +92,22 @@ def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
     if row.kernel == "quantize":
-        return quantize.compiled(row.words[0], row.d, row.dtype, row.words[1:]), 0
+        return triton_others.quantize(row.words[0], row.d, row.dtype, row.words[1:]), 0
     if row.kernel == "rank_sums":
-        return rank_sums.compiled(row.dtype, row.d), 0
+        return triton_others.rank_sums(row.dtype, row.d), 0
     if row.kernel == "spread_rows":
-        return spread_rows.compiled(row.dtype, row.d), 0
+        return triton_others.spread_rows(row.dtype, row.d), 0
     if row.kernel == "paged":
         word, *features = row.words
         if word in ("append", "slots"):
-            return append.compiled(row.d, row.d_v, row.dtype, by_slot=word == "slots"), 0
+            return triton_others.append(row.d, row.d_v, row.dtype, by_slot=word == "slots"), 0
         latent = "latent" in features
-        kernel = paged.compiled(word, row.d, row.d_v, row.dtype, "max_scores" in features, latent)
+        kernel = triton_others.paged(word, row.d, row.d_v, row.dtype, "max_scores" in features, latent)
         spill = DRAFTS_SPILL if word.startswith("drafts") else 0
-        return kernel, paged.LATENT[word] if latent else spill
+        return kernel, triton_others.LATENT[word] if latent else spill
     call = row.call()
     if row.kernel in SHARED:
-        return device_gate.compiled(row.kernel, call), 0
+        return shared.compiled(row.kernel, call), 0
     q, k, v, rows = call.q, call.k, call.v, torch.empty(1, 2, 512)
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
@@ -120,6 +121,6 @@ def compiled(name: str) -> tuple[Any, int]:
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
     tile = config(row.kernel, call.spec(), GPU)
     arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
-    kernel = launch.prepare(row.kernel, call, tile).warmup((*tensors, *arguments))
+    kernel = warmed(launch.prepare(row.kernel, call, tile), (*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
     return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words)

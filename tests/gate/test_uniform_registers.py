@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.testing.gate import unwritten_in
+from tests.gate.machine_code import unwritten_in
 
 RIGHT = {
     "a pair": "ULDC.64 UR4, c[0x0][0x208]\nUIADD3 UR5, UP0, UR5, 0x40, URZ",

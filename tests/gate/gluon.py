@@ -1,4 +1,4 @@
-"""The Gluon kernels as the compile gate sees them: each schedule, compiled from stand-in tensors."""
+"""The Gluon kernels: each schedule, compiled from stand-in tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import triton
 
 from saccade.arrivals import ArrivalArgs, Arrivals
 from saccade.backends.device import distance_tables
-from saccade.backends.device.gate import DROPPED, GPU, SCORED, GateRow, device_mask
 from saccade.backends.device.scores import weight
-from saccade.backends.gluon.backward import gate as backward_gate
 from saccade.backends.gluon.forward import launch, paged_tma, transpose
 from saccade.backends.gluon.forward.config import TWO_CONSUMERS, forward_config, key
-from saccade.backends.gluon.latent import gate as latent_gate
 from saccade.configs import table
 from saccade.descale import EIGHT_BITS
 from saccade.spec import Spec
+from tests.gate import gluon_backward, gluon_latent
+from tests.gate.rows import DROPPED, GPU, SCORED, GateRow, device_mask, warmed
 
 PACKED_SPILL = 180
 """Bytes that packed sequences may spill besides: 8 on Triton 3.6, and up to 316 on 3.9, of the loader's numbers."""
@@ -38,7 +37,7 @@ def configs() -> Iterator[str]:
     dtypes = "bf16", "fp8_e4m3"
     silent = (key(Spec(word, d, d_v, mask=mask)) for word in dtypes for d, d_v in _DIMS for mask in ("none", "causal"))
     yield from (row for row in silent if row not in table(GPU))
-    yield from backward_gate.configs()
+    yield from gluon_backward.configs()
 
 
 def features() -> Iterator[str]:
@@ -54,8 +53,8 @@ def features() -> Iterator[str]:
     yield "gluon transpose 8bit d128/128 full"
     yield "gluon forward 16bit d128/128 causal packed arriving"
     yield from ("gluon forward 16bit d96/96 full", "gluon forward 16bit d64/64 causal short")
-    yield from latent_gate.features()
-    yield from backward_gate.features()
+    yield from gluon_latent.features()
+    yield from gluon_backward.features()
 
 
 def combinations() -> Iterator[str]:
@@ -67,21 +66,21 @@ def combinations() -> Iterator[str]:
         f"gluon forward 16bit d128/128 {words}"
         for words in ("listed packed", "listed paged packed", "causal paged packed tail")
     )
-    yield from latent_gate.combinations()
-    yield from backward_gate.combinations()
+    yield from gluon_latent.combinations()
+    yield from gluon_backward.combinations()
 
 
 def compiled(name: str) -> tuple[Any, int]:
     """The compiled kernel of one row, and the spill bytes that the row allows itself."""
     row = GateRow.of(name)
     if row.kernel == "latent":
-        return latent_gate.compiled(row)
+        return gluon_latent.compiled(row)
     if row.kernel not in ("forward", "transpose"):
-        return backward_gate.compiled(name)
+        return gluon_backward.compiled(name)
     call = row.call()
     if row.kernel == "transpose":
         kernel, arguments = transpose.transpose_launch(call, transpose.empty(call, call.v.device))
-        return kernel.warmup(arguments), 0
+        return warmed(kernel, arguments), 0
     packed, paged = "packed" in row.words, "paged" in row.words
     out = torch.empty(*call.q.shape[:3], row.d_v, dtype=call.out_dtype)
     if "tail" in row.words:  # of the caller's, whose rows after the last sequence stay
@@ -101,7 +100,7 @@ def compiled(name: str) -> tuple[Any, int]:
     forward = launch.prepare(call, out, config, 1, captured)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
     operands = launch.operands(call.q, call.k, call.v, out, captured)
-    compiled = forward.warmup(operands, arguments, call.scale)
+    compiled = warmed(forward, operands, arguments, call.scale)
     spill += PACKED_SPILL * packed + PAGED_SPILL * paged
     eight_bits = row.dtype in EIGHT_BITS and not triton.__version__.startswith("3.6")
     return compiled, spill + EIGHT_BIT_SPILL * eight_bits

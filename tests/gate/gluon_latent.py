@@ -1,4 +1,4 @@
-"""The latent kernels as the compile gate sees them."""
+"""The latent kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from saccade.backends.device import masks, sequences
-from saccade.backends.device.gate import GateRow
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.gluon.forward.launch import score_record
 from saccade.backends.gluon.latent import launch
 from saccade.call import Call
 from saccade.layouts import Paged
 from saccade.masks import causal, mask_mod
+from tests.gate.rows import GateRow, warmed
 
 SPILL = 96
 """Bytes: in Triton 3.6 none without a mask, and up to 88 with one, of the producer's numbers and the arguments."""
@@ -50,14 +50,13 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
     if row.words[0] == "schedule":
         numbers = schedule, *sequences.spans(call), masks.record(call), s_q, 4096
-        return launch.scheduling(call).warmup(numbers), 0
+        return warmed(launch.scheduling(call), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
         tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
-        return launch.merging(call, cut).warmup(tensors), 0
+        return warmed(launch.merging(call, cut), tensors), 0
     kernel = launch.prepare(call, cut)
     results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
     records = sequences.spans(call), masks.record(call), score_record(call)
-    return kernel.warmup(
-        (q, cache), launch.arguments(call, results, schedule, *records), 1.0
-    ), LISTED_SPILL if row.words[0] == "listed" else SPILL
+    given = launch.arguments(call, results, schedule, *records)
+    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] == "listed" else SPILL

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from saccade.testing import gate
-from saccade.testing.gate import keys, reused_barriers
+from tests.gate import fit
+from tests.gate.fit import keys
+from tests.gate.machine_code import reused_barriers
 
 MADE = """
 	add.s32 	%r2081, %r3680, 197160;
@@ -37,10 +38,12 @@ def test_a_barrier_where_tiles_begin_is_found():
 
 def test_a_row_whose_process_dies_fails(monkeypatch, capsys):
     pytest.importorskip("triton", reason="the extra [triton]")
-    monkeypatch.setattr(gate, "keys", lambda words: ["triton one"])
-    monkeypatch.setattr(gate, "fit", _dies)
+    from tests.gate import __main__ as command
+
+    monkeypatch.setattr(fit, "keys", lambda words: ["triton one"])
+    monkeypatch.setattr(fit, "fit", _dies)
     with pytest.raises(SystemExit) as ended:
-        gate.main()
+        command.main()
     assert ended.value.code
     assert "FAIL  triton one  its process died" in capsys.readouterr().out
 
@@ -52,15 +55,15 @@ def _dies(key: str) -> None:
 def test_a_kernel_that_triton_does_not_take_is_not_read(monkeypatch):
     knobs = pytest.importorskip("triton", reason="the extra [triton]").knobs
     row = "triton spread_rows 16bit d128/128"
-    assert str(gate.read(row)) == f"read  {row}"
+    assert str(fit.read(row)) == f"read  {row}"
     assert knobs.runtime.add_stages_inspection_hook is None
 
     def wrong(key: str) -> None:
         raise TypeError("initial value for `stride` is of type int32[]")
 
-    monkeypatch.setattr(gate, "_gate", lambda backend: SimpleNamespace(compiled=wrong))
+    monkeypatch.setattr(fit, "_gate", lambda backend: SimpleNamespace(compiled=wrong))
     with pytest.raises(TypeError, match="initial value"):
-        gate.read(row)
+        fit.read(row)
 
 
 def test_rows_are_chosen_by_words():
@@ -75,6 +78,6 @@ def test_rows_are_chosen_by_words():
 def test_rows_move_16_bytes_at_a_time(row):
     """Masks that Triton does not see through move 2."""
     pytest.importorskip("triton", reason="the extra [triton]")
-    compiled, _ = gate._compiled(row)
+    compiled, _ = fit._compiled(row)
     moves = set(re.findall(r"(?:ld|st)\.global(?:\.\w+)*", compiled.asm["ptx"]))
     assert moves == {"ld.global.b32", "ld.global.v4.b32", "st.global.v4.b32"}  # the first are of tables
