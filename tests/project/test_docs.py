@@ -17,7 +17,7 @@ import pytest
 import saccade
 import saccade.compat
 import saccade.integrations
-from saccade.bench import report
+from benchmarks.harness import report
 from tests.support import support_table
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_support_table_is_generated():
 def test_figures_are_those_of_rows(page):
     """Tables between `<!-- bench … -->` or `<!-- speedups … -->` and their ends."""
     told = report.updated(page, ROOT / "benchmarks" / "results")
-    assert page.read_text(encoding="utf-8") == told, "run `python -m saccade.bench.report README.md docs/*.md`"
+    assert page.read_text(encoding="utf-8") == told, "run `python -m benchmarks.harness.report README.md docs/*.md`"
 
 
 def test_tree_is_true():

@@ -33,7 +33,6 @@ LAYERS = [
     {"integrations"},
     {"__init__"},
     {"testing"},
-    {"bench"},
     {"cli"},
     {"__main__"},
 ]
@@ -48,7 +47,6 @@ FOREIGN = {
     "backends/gluon": {"triton"},
     "integrations/transformers": {"transformers"},
     "testing": {"triton"},
-    "bench": None,
     "cli": None,
 }
 

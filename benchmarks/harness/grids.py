@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from saccade.bench import quantizing
+from benchmarks.harness import quantizing
 from saccade.testing.callbacks import USUAL
 from saccade.testing.cases import MODELS, NAMED, Case
 

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """The benchmark's modules."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import rank_cells
-        import ranks
-
-        return ranks, rank_cells
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+from benchmarks import rank_cells, ranks
 
 
 def pytest_generate_tests(metafunc):
@@ -31,29 +15,28 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("smoked", [(2, "", 10), (3, "", 1), (4, "", 2), (8, "", 2)] if whole else few, ids=str)
 
 
-def smoke(bench, path, number, cells, seeds, *more):
+def smoke(path, number, cells, seeds, *more):
     arguments = ["--smoke", "--ranks", number, "--rounds", 2, "--cells", cells, "--seeds", seeds, "--out", path, *more]
-    return bench.main([*map(str, arguments)])
+    return ranks.main([*map(str, arguments)])
 
 
-def test_every_cell_runs(ranks, tmp_path, smoked):
-    bench, of_cells = ranks
+def test_every_cell_runs(tmp_path, smoked):
     number, cells, seeds = smoked
     path = tmp_path / "rows.jsonl"
-    assert smoke(bench, path, *smoked) == 0
-    rows = bench.read(path)
-    chosen = of_cells.chosen(number, seeds, cells)
-    assert {bench.key(row) for row in rows} == {(cell.name, cell.seed, number) for cell in chosen}
+    assert smoke(path, *smoked) == 0
+    rows = ranks.read(path)
+    chosen = rank_cells.chosen(number, seeds, cells)
+    assert {ranks.key(row) for row in rows} == {(cell.name, cell.seed, number) for cell in chosen}
     for cell in chosen:
         mine = [row for row in rows if (row["cell"], row["seed"]) == (cell.name, cell.seed)]
-        for method in of_cells.methods(number):
+        for method in rank_cells.methods(number):
             found = [row for row in mine if row["provider"] == method]
             assert [row["mode"] for row in found] == ["forward", "backward"]
             assert all(row["ms"] > 0 and row["predicted"] > 0 and row["error"] < 1e-2 for row in found)
-        others = [row for row in mine if row["provider"] not in ("one GPU", *of_cells.methods(number))]
+        others = [row for row in mine if row["provider"] not in ("one GPU", *rank_cells.methods(number))]
         assert {row["provider"] for row in others} >= {"zigzag fa3", "llama3 fa3", "zigzag saccade", "torch"}
     written = path.read_text()
-    assert smoke(bench, path, *smoked) == 0  # all is there
+    assert smoke(path, *smoked) == 0  # all is there
     assert path.read_text() == written
 
 
@@ -75,49 +58,46 @@ class Failing:
         return [rows + [{"provider": x, "reason": y} for x, y in options.skipped.items()]] * number
 
 
-def bench_of(ranks, tmp_path, words, budget=100.0):
+def bench_of(tmp_path, words, budget=100.0):
     progress = tmp_path / "progress"
-    bench, pool = ranks[0], Failing(words, progress)
-    options = bench.Options("cpu", None, 2, 1.0, None, {}, str(progress))
-    return bench.Bench(pool, options, 50.0, budget), pool
+    pool = Failing(words, progress)
+    options = ranks.Options("cpu", None, 2, 1.0, None, {}, str(progress))
+    return ranks.Bench(pool, options, 50.0, budget), pool
 
 
-def test_who_ends_a_process_is_left_out(ranks, tmp_path):
-    bench, pool = bench_of(
-        ranks, tmp_path, {"torch": "OutOfMemoryError: 99 GB", "llama3 fa3": "rank 1 has not answered"}
-    )
-    rows = bench.rows(ranks[1].cells(2)[0])
+def test_who_ends_a_process_is_left_out(tmp_path):
+    bench, pool = bench_of(tmp_path, {"torch": "OutOfMemoryError: 99 GB", "llama3 fa3": "rank 1 has not answered"})
+    rows = bench.rows(rank_cells.cells(2)[0])
     assert pool.runs == [set(), {"torch"}, {"torch", "llama3 fa3"}]
     assert [row["provider"] for row in rows if "ms" in row] == ["pull", "pull"]
     assert {row["provider"]: row["reason"] for row in rows if "reason" in row}["torch"] == "OutOfMemoryError: 99 GB"
 
 
-def test_a_cell_that_one_gpu_cannot_do(ranks, tmp_path):
-    bench, pool = bench_of(ranks, tmp_path, {"one GPU": "OutOfMemoryError: 150 GB"})
-    rows = bench.rows(ranks[1].cells(2)[0])
+def test_a_cell_that_one_gpu_cannot_do(tmp_path):
+    bench, pool = bench_of(tmp_path, {"one GPU": "OutOfMemoryError: 150 GB"})
+    rows = bench.rows(rank_cells.cells(2)[0])
     assert len(pool.runs) == 1
     assert [(row["provider"], row["reason"]) for row in rows] == [("one GPU", "OutOfMemoryError: 150 GB")] * 2
 
 
-def test_a_budget_that_is_over(ranks, tmp_path, capsys):
-    bench, pool = bench_of(ranks, tmp_path, {}, budget=10.0)
-    assert ranks[0].measure(bench, ranks[1].cells(2)[:2], {}, None) == []
+def test_a_budget_that_is_over(tmp_path, capsys):
+    bench, pool = bench_of(tmp_path, {}, budget=10.0)
+    assert ranks.measure(bench, rank_cells.cells(2)[:2], {}, None) == []
     assert not pool.runs
     assert capsys.readouterr().out.count("the budget is over") == 2
 
 
-def test_cells(ranks):
+def test_cells():
     """Those of both issues of context parallelism, in 140 GB."""
-    _, of_cells = ranks
     for number in range(2, 9):
-        found = of_cells.cells(number)
+        found = rank_cells.cells(number)
         assert len({(cell.name, cell.seed) for cell in found}) == len(found)
         for each in (8192, 32768):
             seeds = [cell.seed for cell in found if cell.name == f"documents-{each // 1024}k"]
             assert sorted(seeds) == [*range(42, 52)]
             assert {cell.rows for cell in found if cell.name == f"documents-{each // 1024}k"} == {number * each}
-        works = len(of_cells.methods(number)) + ranks[0].OTHERS
-        assert max(of_cells.gigabytes(cell, number, works) for cell in found) < 140
-    assert of_cells.methods(8) == ["pull", "gather", "ulysses", "2x4", "4x2"]
+        works = len(rank_cells.methods(number)) + ranks.OTHERS
+        assert max(rank_cells.gigabytes(cell, number, works) for cell in found) < 140
+    assert rank_cells.methods(8) == ["pull", "gather", "ulysses", "2x4", "4x2"]
     with pytest.raises(ValueError, match="no cell's name begins with 'nothing'; there are 128k-64:8"):
-        of_cells.chosen(8, 10, "nothing")
+        rank_cells.chosen(8, 10, "nothing")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, learned, prepared
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, learned, prepared
 from saccade.masks import And, Documents, Extent, KeyInterval, Mask, Or, Prefix, Window, Written
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from benchmarks.harness import quantizing, timing
+from benchmarks.harness.cost import Cost
+from benchmarks.harness.first_call import first_call
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.inputs import inputs_of
+from benchmarks.harness.machine import Run
+from benchmarks.harness.providers import CEILINGS, Prepared, Provider
+from benchmarks.harness.rows import BenchRow, empty_row, with_ratios
+from benchmarks.harness.verify import BytesVerifier, Verifier
 from saccade.api import explain
-from saccade.bench import quantizing, timing
-from saccade.bench.cost import Cost
-from saccade.bench.first_call import first_call
-from saccade.bench.grids import Cell
-from saccade.bench.inputs import inputs_of
-from saccade.bench.machine import Run
-from saccade.bench.providers import CEILINGS, Prepared, Provider
-from saccade.bench.rows import BenchRow, empty_row, with_ratios
-from saccade.bench.timing import Clock
-from saccade.bench.verify import BytesVerifier, Verifier
 from saccade.testing.cases import Case, Inputs
+from saccade.testing.machine import described
+from saccade.testing.timing import Clock, measure
 
 Tell = Callable[[str], None]
 
@@ -174,8 +175,8 @@ def _time(table: _CellTable, ready: dict[str, Prepared], inputs: Inputs) -> None
     _forget(bench.device)
     bench.tell(f"{cell}: timing {len(ready)}")
     cost = _cost(cell, inputs) if cell.has_rates else None
-    measure = timing.measure_host if cell.mode == "host" else timing.measure
-    for name, times in measure(ready, bench.device, bench.clock, table.failed).items():
+    measured = timing.measure_host if cell.mode == "host" else measure
+    for name, times in measured(ready, bench.device, bench.clock, table.failed).items():
         table.rows[name] = table.rows[name].timed(times, ready[name].cost or cost)
 
 
@@ -192,12 +193,6 @@ def _time_first_calls(table: _CellTable, inputs: Inputs) -> None:
             table.rows[provider.name] = table.rows[provider.name].timed(times, None)
         except Exception as problem:  # the child failed
             table.failed(provider.name, problem)
-
-
-def described(problem: BaseException) -> str:
-    """One line."""
-    lines = str(problem).strip().splitlines() or [""]
-    return f"{type(problem).__name__}: {lines[0]}"[:300]
 
 
 def _forget(device: torch.device) -> None:

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from saccade.bench.grids import Cell
-from saccade.bench.inputs import inputs_of
-from saccade.bench.providers import PROVIDERS, Prepared
-from saccade.bench.timing import Times
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.inputs import inputs_of
+from benchmarks.harness.providers import PROVIDERS, Prepared
+from saccade.testing.timing import Times
 
 SECONDS = 120
 """A child process that takes longer is stopped."""
@@ -36,7 +37,7 @@ def first_call(device: torch.device, cell: Cell, provider: str) -> Times:
         child = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", __name__],
             input=pickle.dumps((device, cell, provider)),
-            env=os.environ | {name: os.path.join(folder, name) for name in _CACHES},
+            env=os.environ | {name: os.path.join(folder, name) for name in _CACHES} | {"PYTHONPATH": _path()},
             capture_output=True,
             check=False,
             timeout=SECONDS,
@@ -44,6 +45,11 @@ def first_call(device: torch.device, cell: Cell, provider: str) -> Times:
     if child.returncode:
         raise ValueError((child.stderr.decode().strip().splitlines() or ["no message"])[-1])
     return Times.of([float(child.stdout.split()[-1])])
+
+
+def _path() -> str:
+    """Where a child finds this module, wherever the command was started."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
 
 
 def seconds(device: torch.device, cell: Cell, provider: str) -> float:

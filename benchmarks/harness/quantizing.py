@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from saccade.bench.cost import Cost
+from benchmarks.harness.cost import Cost
 from saccade.quantization import PER
 from saccade.testing.cases import Case, Inputs
 

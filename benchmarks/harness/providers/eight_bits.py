@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, Results
+from benchmarks.harness.providers.saccade import Saccade
 from saccade.backends.cudnn.graphs import frontend, handle_of
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, Results
-from saccade.bench.providers.saccade import Saccade
 from saccade.testing.cases import Inputs
 
 EIGHT_BITS = "fp8_e4m3", "fp8_e5m2"
@@ -73,7 +73,7 @@ class CudnnFp8(Provider):
         def values(results: Results) -> Results:
             return ((results[0].float() / OUT_SCALE).bfloat16(),)
 
-        return Prepared(function, "bhsd", after=values)
+        return Prepared(function, after=values)
 
 
 P_SCALE, OUT_SCALE = 256.0, 64.0

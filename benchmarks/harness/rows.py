@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from saccade.bench.cost import Cost
-from saccade.bench.grids import GRIDS, Cell
-from saccade.bench.machine import Run
-from saccade.bench.timing import Times
+from benchmarks.harness.cost import Cost
+from benchmarks.harness.grids import GRIDS, Cell
+from benchmarks.harness.machine import Run
 from saccade.testing.cases import Case
+from saccade.testing.timing import Times
 
 
 @dataclass(frozen=True)

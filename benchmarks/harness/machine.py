@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import secrets
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from saccade import hardware
+from saccade.testing.machine import device_name
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Run:
         )
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-
-
 def folder(device: torch.device) -> str:
     """The device's folder under `benchmarks/results`: `h200`, `rtx_4090`, `cpu`."""
     if device.type != "cuda":
@@ -67,19 +62,3 @@ def _commit() -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from saccade.bench.providers.base import Prepared
-from saccade.bench.timing import captured
+from benchmarks.harness.providers.base import Prepared
+from benchmarks.harness.timing import captured
 
 pytestmark = pytest.mark.gpu
 

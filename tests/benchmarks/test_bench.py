@@ -12,22 +12,23 @@ from fractions import Fraction
 import pytest
 import torch
 
+from benchmarks.harness import cost, first_call, grids, quantizing, rows, timing
+from benchmarks.harness import run as runs
+from benchmarks.harness.grids import GRIDS, MODES, Cell, named
+from benchmarks.harness.machine import Run
+from benchmarks.harness.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
+from benchmarks.harness.providers.flex import predicate
+from benchmarks.harness.providers.saccade import FORMS, CausalInterval, LeftPadded
+from benchmarks.harness.providers.sdpa import options
+from benchmarks.harness.rows import BenchRow
+from benchmarks.harness.run import Bench
+from benchmarks.harness.verify import BytesVerifier, Verifier, sampled
 from saccade import Dense, Packed, Paged, attention, causal, quantize, window
-from saccade.bench import cost, first_call, grids, quantizing, rows, timing
-from saccade.bench import run as runs
-from saccade.bench.grids import GRIDS, MODES, Cell, named
-from saccade.bench.machine import Run
-from saccade.bench.providers import CEILINGS, PROVIDERS, PeerInputs, Prepared, Provider, matching, prepared
-from saccade.bench.providers.flex import predicate
-from saccade.bench.providers.saccade import FORMS, CausalInterval, LeftPadded
-from saccade.bench.providers.sdpa import options, visible_mask
-from saccade.bench.rows import BenchRow
-from saccade.bench.run import Bench
-from saccade.bench.timing import Clock, HostStopwatch, Times
-from saccade.bench.verify import BytesVerifier, Verifier, sampled
 from saccade.compat import torch_varlen
 from saccade.masks import Extent, of_batch_row
 from saccade.testing.cases import NAMED, SMALL, Case
+from saccade.testing.sdpa import visible_mask
+from saccade.testing.timing import Clock, HostStopwatch
 
 CPU = torch.device("cpu")
 QUICK = Clock(rounds=2, sample=0.0)
@@ -77,7 +78,7 @@ class Wrong(Named):
             last.view(-1)[-1] += self.by
             return (*results, last)
 
-        return Prepared(call, right.order)
+        return Prepared(call, order=right.order)
 
 
 class Raising(Named):
@@ -96,7 +97,7 @@ class Raising(Named):
                 raise RuntimeError("launch failed\nand much more")
             return right.call()
 
-        return Prepared(call, right.order) if self.turn else call()
+        return Prepared(call, order=right.order) if self.turn else call()
 
 
 # Who is measured
@@ -137,11 +138,12 @@ def test_a_mask_tensor_is_every_mask(case: str):
 
 @pytest.mark.parametrize("case", [case for case in FULL if case.mask != "none" and case.used == "all"], ids=str)
 def test_flex_predicates_are_the_masks(case: Case):
-    call = PeerInputs.of(case.inputs(), "bhsd")
+    inputs = case.inputs()
+    call = PeerInputs.of(inputs, "bhsd")
     seen = predicate(call.mask, case.s_k - case.s_q)
     rows_, keys = torch.arange(case.s_q)[:, None], torch.arange(case.s_k)
     for b in range(case.b):
-        expected = visible_mask(call, case.b)[:, 0].expand(case.b, -1, -1)[b]
+        expected = visible_mask(inputs, case.b)[:, 0].expand(case.b, -1, -1)[b]
         assert torch.equal(seen(torch.tensor(b), torch.tensor(0), rows_, keys), expected)
 
 
@@ -197,7 +199,7 @@ def test_the_oracle_takes_some_rows_of_a_long_sequence_at_a_time(mask: str, monk
     cell = Cell(PACKED.replace(mask=mask), "backward")
     inputs = cell.case.inputs()
     whole = Verifier(cell, inputs)
-    monkeypatch.setattr("saccade.bench.verify._PAIRS", 30)
+    monkeypatch.setattr("benchmarks.harness.verify._PAIRS", 30)
     sliced = Verifier(cell, inputs)
     exact = {(answer.name, str(answer.at)): answer.ways[0] for answer in whole.answers}
     for answer in sliced.answers:
@@ -358,67 +360,10 @@ def test_a_lost_device_leaves_the_rows_of_its_cell(monkeypatch):
     def lost(*_):
         raise runs.DeviceLost("illegal memory access")
 
-    monkeypatch.setattr(timing, "measure", lost)
+    monkeypatch.setattr(runs, "measure", lost)
     with pytest.raises(runs.DeviceLost) as found:
         list(runs.run(bench("naive"), [Cell(TINY, "forward")]))
     assert [row.provider for row in found.value.rows] == ["naive"]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_every_round_has_everyone_and_nobody_always_the_same_neighbour(n: int):
-    names = [str(i) for i in range(n)]
-    orders = list(timing.rotated(names, 4 * n))
-    assert all(sorted(order) == names for order in orders)
-    assert {order[0] for order in orders} == set(names)
-    for name in names if n > 2 else []:
-        assert len({order[order.index(name) - 1] for order in orders if order[0] != name}) > 1
-
-
-def test_samples_are_interleaved():
-    called = []
-    ready = {name: Prepared(lambda name=name: called.append(name) or ()) for name in "abc"}
-    found = timing.measure(ready, CPU, Clock(rounds=3, sample=0.0), lambda name, problem: None)
-    assert set(found) == set("abc")
-    assert called[-9:] == [name for order in timing.rotated(list("abc"), 3) for name in order]
-
-
-def test_medians_and_quartiles_are_of_calls():
-    assert Times.of([3e-3, 1e-3, 2e-3, 5e-3, 4e-3]) == Times(3.0, 2.0, 4.0)
-    assert Times.of([1e-3]) == Times(1.0, 1.0, 1.0)
-
-
-def test_on_a_gpu_events_are_around_calls_and_around_nothing_else(monkeypatch):
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("event")
-
-        def elapsed_time(self, stop):
-            return 6.0
-
-    class Buffer:
-        def zero_(self):
-            log.append("flush")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", log.append, raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: log.append("wait"))
-    watch = object.__new__(timing.CudaStopwatch)
-    watch.buffer = Buffer()
-    assert watch.sample(Prepared(lambda: log.append("call") or ()), 3, 1e-3) == pytest.approx(2e-3)
-    assert log == ["flush", 2000000, "event", "call", "call", "call", "event", "wait"]
-    log.clear()
-    both = Prepared(lambda: log.append("call") or (), before=lambda: log.append("before"))
-    assert watch.sample(both, 2, 0.0) == pytest.approx(6e-3)
-    assert log == ["flush", 0, *["before", "event", "call", "event"] * 2, "wait"]
-    monkeypatch.setattr(timing.Stopwatch, "on", lambda device: watch)
-    found = timing.measure({"a": Prepared(list), "b": both}, torch.device("cuda"), Clock(3, 12e-3), pytest.fail)
-    assert found["a"].ms > 0
-    assert found["b"].ms == pytest.approx(6.0)
 
 
 def test_ceilings_are_timed_beside_the_rest():
@@ -666,7 +611,7 @@ def command(monkeypatch):
     typer = pytest.importorskip("typer", reason="the extra [cli]")
     from typer.testing import CliRunner
 
-    from saccade.bench.cli import bench as command
+    from benchmarks.harness.cli import bench as command
 
     monkeypatch.setitem(
         GRIDS, "tiny", grids.BenchGrid((Cell(TINY, "forward"), Cell(TINY, "backward")), ("naive",), "two")

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.bench.cost import Cost
-from saccade.bench.grids import MODES, Cell
+from benchmarks.harness.cost import Cost
+from benchmarks.harness.grids import MODES, Cell
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask
 from saccade.scores import ScoreMod, Softcap
 from saccade.testing.cases import Inputs
+from saccade.testing.timing import Timed
 
 Results = tuple[Any, ...]
 Function = Callable[..., Tensor]
@@ -23,15 +24,12 @@ Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A call that does the work that is timed, and nothing else."""
+class Prepared(Timed):
+    """A provider's call. Of a forward it gives (out,), of the other modes (dq, dk, dv), and perhaps more, which is
+    ignored."""
 
-    call: Callable[[], Results]
-    """Forward: (out,). The other modes: (dq, dk, dv), and perhaps more, which is ignored."""
     order: str = "bhsd"
     """The order of the results' dimensions."""
-    before: Callable[[], None] | None = None
-    """Prepares each call, untimed."""
     cost: Cost | None = None
     """If it is not the cell's."""
     after: Callable[[Results], Results] | None = None
@@ -177,19 +175,19 @@ def prepared(function: Function, call: str, operands: Operands, retains: bool = 
     """
     order, dout = operands.order, operands.dout
     if call == "forward":
-        return Prepared(lambda: (function(operands.q, operands.k, operands.v),), order)
+        return Prepared(lambda: (function(operands.q, operands.k, operands.v),), order=order)
     leaves = [x.detach().requires_grad_() for x in (operands.q, operands.k, operands.v)]
     leaves_and_tables = [*leaves, *operands.learned]
     if call == "forward+backward":
-        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, dout), order)
+        return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, dout), order=order)
     if retains:
         out = function(*leaves)
         for _ in range(WARM - 1):
             out = function(*leaves)
-        return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, dout, retain_graph=True), order)
+        return Prepared(lambda: torch.autograd.grad(out, leaves_and_tables, dout, retain_graph=True), order=order)
     fresh: list[Tensor] = []
 
     def before() -> None:
         fresh[:] = [function(*leaves)]
 
-    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves_and_tables, dout), order, before)
+    return Prepared(lambda: torch.autograd.grad(fresh.pop(), leaves_and_tables, dout), before, order)

@@ -5,22 +5,23 @@ Causal masks are also written as intervals that the device reads, and packed seq
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.inputs import shared_pages
+from benchmarks.harness.providers.base import Operands, Prepared, Provider, Results, learned, prepared
 from saccade import dispatch, hardware
 from saccade.api import attention, explain
-from saccade.bench.grids import Cell
-from saccade.bench.inputs import shared_pages
-from saccade.bench.providers.base import Operands, Prepared, Provider, Results, learned, prepared
-from saccade.layouts import Dense, Packed
+from saccade.layouts import Dense
 from saccade.masks import Mask, causal, interval
 from saccade.partial import Scored
 from saccade.testing.cases import Inputs
+from saccade.testing.sdpa import Padding
 
 _COPIES = 8
 """Score matrices that the reference and its gradient hold at once."""
@@ -100,74 +101,14 @@ def memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Where each packed row is in a batch (b, h, s, d) whose rows are as long as the longest sequence."""
+def packed_again(padding: Padding, prepared: Prepared) -> Prepared:
+    """The call, with results that are packed again, untimed."""
 
-    q: PaddedSide
-    k: PaddedSide
+    def after(results: Results) -> Results:
+        sides = (padding.q,) if len(results) == 1 else (padding.q, padding.k, padding.k)
+        return tuple(side.packed(x) for side, x in zip(sides, results, strict=False))
 
-    @staticmethod
-    def of(inputs: Inputs) -> Padding:
-        layout = inputs.keywords["layout"]
-        assert isinstance(layout, Packed)
-        assert layout.cu_seqlens_k is not None
-        q = PaddedSide.of(layout.cu_seqlens_q, layout.seqused_q, inputs.q.shape[0])
-        return Padding(q, PaddedSide.of(layout.cu_seqlens_k, layout.seqused_k, inputs.k.shape[0]))
-
-    def inputs(self, packed: Inputs) -> Inputs:
-        """The same problem as a padded batch."""
-        layout = Dense("bhsd", self.q.used, self.k.used)
-        q, dout = self.q.padded(packed.q), self.q.padded(packed.dout)
-        keywords = packed.keywords | {"layout": layout}
-        return Inputs(q, self.k.padded(packed.k), self.k.padded(packed.v), dout, packed.dlse, keywords)
-
-    def unseen(self) -> Tensor:
-        """bool (b, 1, s_q, s_k): rows that are not in use, and keys that are."""
-        return (~self.q.in_use[:, :, None] & self.k.in_use[:, None])[:, None]
-
-    def undone(self, prepared: Prepared) -> Prepared:
-        """The call, with results that are packed again, untimed."""
-
-        def after(results: Results) -> Results:
-            sides = (self.q,) if len(results) == 1 else (self.q, self.k, self.k)
-            return tuple(side.packed(x) for side, x in zip(sides, results, strict=False))
-
-        return replace(prepared, order="thd", after=after)
-
-
-@dataclass(frozen=True)
-class PaddedSide:
-    """The rows of queries, or of keys."""
-
-    used: Tensor
-    """(b): rows in use"""
-    in_use: Tensor
-    """bool (b, longest): which rows of the padded batch are"""
-    source: Tensor
-    """(n): the packed row of each row in use"""
-    total: int
-    """t of the packed tensor"""
-
-    @staticmethod
-    def of(offsets: Tensor, used: Tensor | None, total: int) -> PaddedSide:
-        lengths = offsets.diff()
-        used = (lengths if used is None else used).long()
-        in_use = torch.arange(int(lengths.max()), device=used.device) < used[:, None]
-        row, place = in_use.nonzero(as_tuple=True)
-        return PaddedSide(used, in_use, offsets.long()[row] + place, total)
-
-    def padded(self, x: Tensor) -> Tensor:
-        """(b, h, s, d) of (t, h, d), with zeros in the padding."""
-        padded = x.new_zeros(*self.in_use.shape, *x.shape[1:])
-        padded[self.in_use] = x.detach()[self.source]
-        return padded.transpose(1, 2)
-
-    def packed(self, x: Tensor) -> Tensor:
-        """(t, h, d) of (b, h, s, d)."""
-        packed = x.new_zeros(self.total, x.shape[1], x.shape[3])
-        packed[self.source] = x.transpose(1, 2)[self.in_use]
-        return packed
+    return replace(prepared, order="thd", after=after)
 
 
 FORMS = "stops", "rows", "starts"
@@ -213,4 +154,4 @@ class LeftPadded(Saccade):
         mask = interval(starts, None) & causal()
         keywords = self.keywords(cell, padded) | {"layout": Dense(), "mask": mask}
         operands = Operands(padded.q, padded.k, padded.v, padded.dout, "bhsd")
-        return padding.undone(prepared(lambda q, k, v: attention(q, k, v, **keywords), cell.call, operands))
+        return packed_again(padding, prepared(lambda q, k, v: attention(q, k, v, **keywords), cell.call, operands))

@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from saccade.bench import grids, report, rows
-from saccade.bench.console import listed, print_whole, some_name
-from saccade.bench.grids import GRIDS, Cell
-from saccade.bench.machine import Run, folder
-from saccade.bench.providers import PROVIDERS, Provider, matching
-from saccade.bench.rows import BenchRow
-from saccade.bench.run import Bench, DeviceLost, described, run
-from saccade.bench.timing import Clock
+from benchmarks.harness import grids, report, rows
+from benchmarks.harness.grids import GRIDS, Cell
+from benchmarks.harness.machine import Run, folder
+from benchmarks.harness.providers import PROVIDERS, Provider, matching
+from benchmarks.harness.rows import BenchRow
+from benchmarks.harness.run import Bench, DeviceLost, run
+from saccade.cli.console import listed, print_whole, some_name
+from saccade.testing.machine import described
+from saccade.testing.timing import Clock
 
 
 def bench(

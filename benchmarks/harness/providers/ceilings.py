@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from saccade.bench.cost import Cost
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Prepared, Provider
+from benchmarks.harness.cost import Cost
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import Prepared, Provider
 from saccade.descale import EIGHT_BITS
 from saccade.testing.cases import Inputs
 

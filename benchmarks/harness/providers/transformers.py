@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, prepared
 from saccade.masks import Window
 from saccade.scores import Softcap
 from saccade.testing.cases import Inputs

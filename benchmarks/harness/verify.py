@@ -9,9 +9,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Prepared, Results
-from saccade.bench.quantizing import options
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import Prepared, Results
+from benchmarks.harness.quantizing import options
 from saccade.descale import BLOCK, EIGHT_BITS, NAMES
 from saccade.layouts import ORDERS, Dense, SequencePlace
 from saccade.quantization import Quantized

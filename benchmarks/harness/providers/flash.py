@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, Results, prepared
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, Results, prepared
 from saccade.masks import Mask, Window
 from saccade.scores import Softcap
 from saccade.testing.cases import Inputs
@@ -65,11 +65,11 @@ class FlashAttention3(_Flash):
             return operators.bwd(call.dout, call.q, call.k, call.v, out, lse, **flags)[:3]
 
         if cell.call == "forward":
-            return Prepared(lambda: forward()[:1], call.order)
+            return Prepared(lambda: forward()[:1], order=call.order)
         if cell.call == "forward+backward":
-            return Prepared(lambda: backward(*forward()), call.order)
+            return Prepared(lambda: backward(*forward()), order=call.order)
         out, lse = forward()
-        return Prepared(lambda: backward(out, lse), call.order)
+        return Prepared(lambda: backward(out, lse), order=call.order)
 
     @staticmethod
     def _paged(cell: Cell, inputs: Inputs) -> Prepared:
@@ -79,7 +79,7 @@ class FlashAttention3(_Flash):
         q, k, v = inputs.q, inputs.k, inputs.v
         if cell.case.cache == "latent":  # apart: what is keys and values, and what is keys alone
             q, k, options["q_v"] = q[..., cell.case.d_v :], k[..., cell.case.d_v :], q[..., : cell.case.d_v]
-        return Prepared(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[:1], "paged")
+        return Prepared(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[:1], order="paged")
 
     @staticmethod
     def _load() -> bool:

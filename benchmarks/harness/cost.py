@@ -11,6 +11,7 @@ from torch import Tensor
 from saccade.layouts import Dense, Layout, Paged
 from saccade.masks import Extent, Mask, of_batch_row, of_rows
 from saccade.testing.cases import Case, Inputs
+from saccade.testing.sdpa import visible_keys
 
 # Products of s_q x s_k matrices: two forward; five backward, with the recomputed scores.
 SHARE = {"forward": Fraction(1), "backward": Fraction(5, 2), "forward+backward": Fraction(7, 2)}
@@ -74,16 +75,6 @@ def _counted(mask: Mask, extent: Extent, b: int) -> int:
     step = max(1, _AT_ONCE // max(1, b * extent.s_k))
     rows = torch.arange(extent.s_q, device=extent.rows.device)[:, None]
     return sum(int(visible_keys(mask, extent, b, part).expand(b, -1, -1).sum()) for part in rows.split(step))
-
-
-def visible_keys(mask: Mask | None, extent: Extent, b: int, rows: Tensor) -> Tensor:
-    """bool (b or 1, len(rows), s_k): which keys these rows see, (n, 1)."""
-    keys = torch.arange(extent.s_k, device=rows.device)
-    visible = (rows < extent.rows[..., None]) & (keys < extent.keys[..., None])
-    if mask is None:
-        return visible
-    batch = torch.arange(b, device=rows.device)[:, None, None]
-    return visible & mask.sees(extent, batch, batch * 0, rows, keys)
 
 
 def _bytes(case: Case, inputs: Inputs, call: str) -> int:

@@ -1,4 +1,4 @@
-"""Tables from committed rows: `python -m saccade.bench.report README.md docs/speed.md …`.
+"""Tables from committed rows: `python -m benchmarks.harness.report README.md docs/speed.md …`.
 
 A page says where a table goes and what it selects:
 
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from saccade.bench.rows import BenchRow, geometric_mean, latest, parsed, read, selected
+from benchmarks.harness.rows import BenchRow, geometric_mean, latest, parsed, read, selected
 
 RESULTS = Path("benchmarks/results")
 
@@ -250,7 +250,8 @@ def _caption(rows: list[BenchRow]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m saccade.bench.report", description="Tables from committed rows.")
+    name = "python -m benchmarks.harness.report"
+    parser = argparse.ArgumentParser(prog=name, description="Tables from committed rows.")
     parser.add_argument("pages", nargs="+", type=Path, help="pages whose marked tables are updated")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.harness import quantizing
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import Prepared, Provider
+from benchmarks.harness.providers.flex import Predicate
 from saccade import block_mask, mask_mod, quantize
-from saccade.bench import quantizing
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Prepared, Provider
-from saccade.bench.providers.flex import Predicate
 from saccade.masks import Documents
 from saccade.testing.cases import Inputs
 

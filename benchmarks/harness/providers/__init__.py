@@ -7,16 +7,16 @@ from fnmatch import fnmatch
 
 from torch.nn.attention import SDPBackend
 
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, prepared
+from benchmarks.harness.providers.block_masks import BlockMasks, CopyOfBytes, FlexBlockMasks, Quantize
+from benchmarks.harness.providers.ceilings import Copy, Matmul
+from benchmarks.harness.providers.eight_bits import CudnnFp8, WiderValues
+from benchmarks.harness.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
+from benchmarks.harness.providers.flex import Flex
+from benchmarks.harness.providers.saccade import FORMS, CausalInterval, LeftPadded, Naive, Saccade, SharedPrefix
+from benchmarks.harness.providers.sdpa import Sdpa, SdpaPadded, TorchVarlen
+from benchmarks.harness.providers.transformers import Transformers
 from saccade import dispatch
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
-from saccade.bench.providers.block_masks import BlockMasks, CopyOfBytes, FlexBlockMasks, Quantize
-from saccade.bench.providers.ceilings import Copy, Matmul
-from saccade.bench.providers.eight_bits import CudnnFp8, WiderValues
-from saccade.bench.providers.flash import FlashAttention3, FlashAttention4, FlashAttnFace
-from saccade.bench.providers.flex import Flex
-from saccade.bench.providers.saccade import FORMS, CausalInterval, LeftPadded, Naive, Saccade, SharedPrefix
-from saccade.bench.providers.sdpa import Sdpa, SdpaPadded, TorchVarlen
-from saccade.bench.providers.transformers import Transformers
 
 __all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "matching", "prepared"]
 

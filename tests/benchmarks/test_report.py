@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 
-from saccade.bench import cost, report, rows
-from saccade.bench.grids import BenchGrid, Cell, named
-from saccade.bench.machine import Run
-from saccade.bench.rows import BenchRow
-from saccade.bench.timing import Times
+from benchmarks.harness import cost, report, rows
+from benchmarks.harness.grids import BenchGrid, Cell, named
+from benchmarks.harness.machine import Run
+from benchmarks.harness.rows import BenchRow
 from saccade.testing.cases import Case
+from saccade.testing.timing import Times
 
 TINY = named(Case("", dtype="fp32", b=1, h_q=4, h_k=2, s_q=24, s_k=24, d=8, mask="causal"))
 FORWARD = Cell(TINY, "forward")
@@ -171,3 +172,11 @@ def test_comparison_prints_old_over_new():
     assert lines[1].endswith(f"a: {TINY.name} forward")
     assert lines[2] == "geometric means: a 2.000 (1)"
     assert "no provider" in report.comparison(new, [])
+
+
+def test_report_names_a_missing_page(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", "/nowhere"])
+    with pytest.raises(SystemExit) as stop:
+        report.main()
+    assert stop.value.code not in (0, None)
+    assert "/nowhere does not exist" in capsys.readouterr().err.splitlines()[-1]

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade.bench.cost import visible_keys
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import PeerInputs, Prepared, Provider, prepared
-from saccade.bench.providers.saccade import Padding
-from saccade.layouts import Dense
-from saccade.masks import Extent, Window
+from benchmarks.harness.grids import Cell
+from benchmarks.harness.providers.base import PeerInputs, Prepared, Provider, prepared
+from benchmarks.harness.providers.saccade import packed_again
+from saccade.masks import Window
 from saccade.testing.cases import Inputs
+from saccade.testing.sdpa import LARGEST, masked, with_mask
 
 
 class Sdpa(Provider):
@@ -58,35 +57,14 @@ class SdpaPadded(Provider):
 
     def supports(self, cell: Cell, inputs: Inputs) -> str | None:
         pairs = cell.case.b * cell.case.s_q * cell.case.s_k
-        if pairs > 1 << 31:
+        if pairs > LARGEST:
             return f"its mask would have {pairs:.1e} elements"
         return super().supports(cell, inputs)
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
-        padding = None
-        if inputs.keywords.get("layout", Dense()).ragged_keys:
-            padding = Padding.of(inputs)
-            inputs = padding.inputs(inputs)
-        call = PeerInputs.of(inputs, "bhsd")
-        mask, group = visible_mask(call, cell.case.b), call.group
-        if padding is not None:  # rows of padding see the keys in use: their results are ignored, and kernels need some
-            mask = mask | padding.unseen()
-
-        def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if group > 1:  # as model code does: fused kernels with a mask tensor have no grouped heads
-                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-        ready = prepared(function, cell.call, call)
-        return ready if padding is None else padding.undone(ready)
-
-
-def visible_mask(call: PeerInputs, b: int) -> Tensor:
-    """(b or 1, 1, s_q, s_k) bool, True where a query may attend."""
-    used = call.layout.seqused_q, call.layout.seqused_k
-    extent = Extent.of(call.q.shape[2], call.k.shape[2], *used, call.q.device)
-    same = not call.layout.tensors and (call.mask is None or not call.mask.tensors)
-    return visible_keys(call.mask, extent, 1 if same else b, extent.q_idx().T)[:, None]
+        mask, inputs, padding = with_mask(inputs, cell.case.b)
+        ready = prepared(lambda q, k, v: masked(q, k, v, mask), cell.call, PeerInputs.of(inputs, "bhsd"))
+        return ready if padding is None else packed_again(padding, ready)
 
 
 class TorchVarlen(Provider):

@@ -10,23 +10,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-
-from saccade.bench.providers.base import Prepared, Results
 
 _SPIN = 10e-3
 """Seconds: the longest that the device waits for the host."""
 _HERTZ = 2e9
 """A GPU's clock, roughly."""
 _REPEATS = 1000
-HOST_CALLS = 1000
-"""Calls in one sample of the host's time."""
 
 Failed = Callable[[str, Exception], None]
 """Is told which callable raised."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A call that does the work that is timed, and nothing else."""
+
+    call: Callable[[], Any]
+    before: Callable[[], None] | None = None
+    """Prepares each call, untimed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Times:
 class Stopwatch:
     """One sample: seconds for each of `repeats` calls."""
 
-    def sample(self, prepared: Prepared, repeats: int, lead: float) -> float:
+    def sample(self, prepared: Timed, repeats: int, lead: float) -> float:
         raise NotImplementedError
 
     @staticmethod
@@ -71,7 +76,7 @@ class Stopwatch:
 class HostStopwatch(Stopwatch):
     """For calls that are complete when they return."""
 
-    def sample(self, prepared: Prepared, repeats: int, lead: float) -> float:
+    def sample(self, prepared: Timed, repeats: int, lead: float) -> float:
         total = 0.0
         for _ in range(repeats):
             if prepared.before:
@@ -90,7 +95,7 @@ class CudaStopwatch(Stopwatch):
         size = max(256 << 20, 4 * cache)
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def sample(self, prepared: Prepared, repeats: int, lead: float) -> float:
+    def sample(self, prepared: Timed, repeats: int, lead: float) -> float:
         # A call with something before it is timed alone. Other calls follow one another inside one pair of events.
         groups, inside = (repeats, 1) if prepared.before else (1, repeats)
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(groups)]
@@ -114,7 +119,7 @@ class _Pace:
     """Seconds that the host needs to enqueue a sample."""
 
 
-def measure(prepared: Mapping[str, Prepared], device: torch.device, clock: Clock, failed: Failed) -> dict[str, Times]:
+def measure(prepared: Mapping[str, Timed], device: torch.device, clock: Clock, failed: Failed) -> dict[str, Times]:
     """The Times of each, by name; those that raise have none."""
     watch = Stopwatch.on(device)
     paces: dict[str, _Pace] = {}
@@ -123,7 +128,7 @@ def measure(prepared: Mapping[str, Prepared], device: torch.device, clock: Clock
             paces[name] = _paced(one, watch, clock)
         except Exception as problem:  # a peer may raise anything
             failed(name, problem)
-    return _in_turns(
+    return in_turns(
         list(paces),
         clock.rounds,
         lambda name: watch.sample(prepared[name], paces[name].repeats, paces[name].lead),
@@ -131,29 +136,18 @@ def measure(prepared: Mapping[str, Prepared], device: torch.device, clock: Clock
     )
 
 
-def measure_host(
-    prepared: Mapping[str, Prepared], device: torch.device, clock: Clock, failed: Failed
-) -> dict[str, Times]:
-    """The host's time for one call: many calls in a row, without synchronization in between."""
-
-    def sample(name: str, calls: int = HOST_CALLS) -> float:
-        call = prepared[name].call
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        seconds = (time.perf_counter() - start) / calls
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return seconds
-
-    for name in prepared:
-        sample(name, max(1, HOST_CALLS // 20))
-    return _in_turns(list(prepared), max(5, clock.rounds // 2), sample, failed)
+def medians(calls: Mapping[str, Callable[[], Any]], device: torch.device, clock: Clock) -> dict[str, float]:
+    """Median milliseconds of each call; what one of them raises is raised here."""
+    failures: list[Exception] = []
+    timed = {name: Timed(call) for name, call in calls.items()}
+    times = measure(timed, device, clock, lambda name, failure: failures.append(failure))
+    if failures:
+        raise failures[0]
+    return {name: round(of_call.ms, 4) for name, of_call in times.items()}
 
 
-def _in_turns(names: list[str], rounds: int, sample: Callable[[str], float], failed: Failed) -> dict[str, Times]:
+def in_turns(names: list[str], rounds: int, sample: Callable[[str], float], failed: Failed) -> dict[str, Times]:
+    """The Times of each name: a sample is seconds of one call; a name whose sample raises has none."""
     samples: dict[str, list[float]] = {name: [] for name in names}
     for order in rotated(names, rounds):
         for name in order:
@@ -165,37 +159,6 @@ def _in_turns(names: list[str], rounds: int, sample: Callable[[str], float], fai
                 failed(name, problem)
                 del samples[name]
     return {name: Times.of(seconds) for name, seconds in samples.items() if seconds}
-
-
-def captured(prepared: Prepared, device: torch.device) -> Prepared:
-    """The call as a CUDA graph, as servers replay it: the host's time does not count. On a CPU, the call itself."""
-    if device.type != "cuda":
-        return prepared
-    prepared.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prepared.call()
-    return replace(prepared, call=partial(_replay, graph, prepared))
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _prepared: Prepared) -> Results:
-    """Holds what was captured: the graph reads the memory of its operands, which may have no other owner."""
-    graph.replay()
-    return ()
-
-
-def peak_mib(prepared: Prepared, device: torch.device) -> float | None:
-    """The most device memory that a call allocates, in MiB."""
-    if device.type != "cuda":
-        return None
-    prepared.call()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    prepared.call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def rotated(names: list[str], rounds: int) -> Iterator[list[str]]:
@@ -210,7 +173,7 @@ def rotated(names: list[str], rounds: int) -> Iterator[list[str]]:
         yield order[::-1] if number % 2 else order
 
 
-def _paced(one: Prepared, watch: Stopwatch, clock: Clock) -> _Pace:
+def _paced(one: Timed, watch: Stopwatch, clock: Clock) -> _Pace:
     """Warms up, and counts the calls that make a sample."""
     watch.sample(one, 1, 0.0)
     # With a full lead: the device's time alone, without its waits for the host.
