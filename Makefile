@@ -47,9 +47,9 @@ test-all:  ## the tests that need no GPU, and whole matrices where the others dr
 
 # Features are left to the newest, whose compiler spills most; the oldest reads those of Triton's kernels.
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
-	$(BIN)/python -W ignore -m saccade.testing.gate configs features
-	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate gluon configs
-	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m saccade.testing.gate triton configs features read
+	$(BIN)/python -W ignore -m tests.gate configs features
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate gluon configs
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate triton configs features read
 
 # A CUDA build of torch brings the one Triton that it requires; a CPU build brings none.
 .venv/triton: .venv/dev.stamp

@@ -1,7 +1,7 @@
 """Hopper's 8-bit wgmma: what its own accumulator loses. D = A B^T with A = P in e4m3 or e5m2 and B = V, many keys in a
 chain, promoted into float32 registers every so many keys, against float64.
 
-    python benchmarks/accumulation.py     on an H200: about 20 s, a table
+    python -m benchmarks.accumulation     on an H200: about 20 s, a table
 """
 
 from __future__ import annotations

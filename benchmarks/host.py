@@ -1,9 +1,9 @@
 """The host's time for a small call beside SDPA's: eager, with gradients, compiled, with functions, by other names; and
 of every layout and mask beside the best of SDPA, `varlen_attn` and FlashAttention-3 that can do the call.
 
-    python benchmarks/host.py [--rounds 7] [--out rows.jsonl]        about 200 s on one GPU, most of it compiling
-    python benchmarks/host.py --modes training --calls gluon
-    python benchmarks/host.py --modes layouts                        FA3_LIBRARY names FlashAttention-3's library
+    python -m benchmarks.host [--rounds 7] [--out rows.jsonl]        about 200 s on one GPU, most of it compiling
+    python -m benchmarks.host --modes training --calls gluon
+    python -m benchmarks.host --modes layouts                        FA3_LIBRARY names FlashAttention-3's library
 
 One call of `1 8 128 64`, bf16, many times without a synchronization. All calls of a mode take turns, in an order that
 changes in every round; a row has the median in microseconds, its ratio to SDPA's of the same mode, and for score
@@ -22,13 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import host_layouts
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import host_layouts
+from benchmarks.harness.machine import Run
 from saccade import Dense, alibi, attention, relative_bias, softcap
-from saccade.bench.machine import Run
 from saccade.compat import flash_attn, sdpa
 from saccade.integrations.transformers import attention_forward
 

@@ -1,6 +1,6 @@
 """A small Llama's step by SDPA, its cuDNN kernels, FlexAttention and saccade: eager, compiled, or as CUDA graphs.
 
-    python benchmarks/llama.py [--lengths 1024x8,8192x1] [--modes eager,compiled,reduce-overhead] [--rounds 12]
+    python -m benchmarks.llama [--lengths 1024x8,8192x1] [--modes eager,compiled,reduce-overhead] [--rounds 12]
         [--kernels] [--out rows.jsonl]
 
 Four layers of width 2048, 16 query heads on 4 key heads of 128, bf16, causal; saccade with a window of 1024 besides.
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.harness.machine import Run
 from saccade import Dense, attention, causal, window
-from saccade.bench.machine import Run
 
 WIDTH, HEADS, KEY_HEADS, D, LAYERS, WORDS = 2048, 16, 4, 128, 4, 32000
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""Measures the memory of a call over the length: `PYTHONPATH=src python benchmarks/memory.py`.
+"""Measures the memory of a call over the length: `python -m benchmarks.memory`.
 
 A causal window of 1024 by saccade, by SDPA with the mask as a tensor of booleans, and written out: the most that
 forward and backward need beyond operands, result and gradients. On a machine with a GPU it is the GPU's memory, on
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from benchmarks.harness.machine import Run, folder
 from saccade import attention, window
-from saccade.bench.machine import Run, folder
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import accuracy
 
@@ -97,7 +97,7 @@ def measure() -> None:
         for s in (1024 << i for i in range(7)):
             if s > longest:
                 break
-            words = [sys.executable, __file__, what, str(s)]
+            words = [sys.executable, "-m", "benchmarks.memory", what, str(s)]
             bytes = most(what, device, s) if device == "cuda" else float(subprocess.check_output(words, text=True))
             rows.append({"what": what, "s": s, "mib": round(max(bytes, 0) / 2**20, 1), "call": setting.call} | run)
             print({name: rows[-1][name] for name in ("what", "s", "mib")})

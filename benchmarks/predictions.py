@@ -1,6 +1,6 @@
 """What `saccade.distributed.estimates` says beside what was measured on H200s, of the rows in tables/*/*-ranks-*.jsonl.
 
-    python benchmarks/predictions.py
+    python -m benchmarks.predictions
 
 A share is of ideal: one GPU's time over that of all ranks. Old rows call the method `pull` "saccade".
 """
@@ -8,16 +8,13 @@ A share is of ideal: one GPU's time over that of all ranks. Old rows call the me
 from __future__ import annotations
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rank_cells import Cell, cells, methods, predicted
+from benchmarks.rank_cells import Cell, cells, methods, predicted
 
 TABLES = Path(__file__).with_name("tables")
 

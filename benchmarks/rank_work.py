@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -14,14 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import ring_peers
-from rank_cells import MASKS, Cell, asked, methods, predicted
-
+from benchmarks import ring_peers
+from benchmarks.rank_cells import MASKS, Cell, asked, methods, predicted
 from saccade import Dense, Packed, attention
 from saccade.distributed import plan
-from saccade.testing.mapped_files import mapped_files
+from tests.support.mapped_files import mapped_files
 
 MODES = ("forward", "backward")
 LEAD = 6_000_000

@@ -1,9 +1,9 @@
 """Attention over ranks beside one GPU and beside other libraries, of the cells of rank_cells.py.
 
-    python benchmarks/ranks.py --out benchmarks/tables/h200/DATE-ranks-COMMIT.jsonl      # all, on all GPUs
-    python benchmarks/ranks.py --ranks 4 --cells documents-8k,16k --budget 300
-    python benchmarks/ranks.py --smoke --ranks 8                        # tiny lengths on CPUs: whether everything runs
-    python benchmarks/ranks.py --list                                   # the cells, and the memory that each takes
+    python -m benchmarks.ranks --out benchmarks/tables/h200/DATE-ranks-COMMIT.jsonl      # all, on all GPUs
+    python -m benchmarks.ranks --ranks 4 --cells documents-8k,16k --budget 300
+    python -m benchmarks.ranks --smoke --ranks 8                        # tiny lengths on CPUs: whether everything runs
+    python -m benchmarks.ranks --list                                   # the cells, and the memory that each takes
 
 A time is that of the slowest rank, from a barrier of all devices to the call's last kernel: exchange included, plan and
 shards made before. `efficiency` is one GPU's time on the whole over the ranks' number times that; all GPUs compute the
@@ -31,15 +31,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+from benchmarks import rank_work
+from benchmarks.harness.machine import Run
+from benchmarks.rank_cells import Cell, cells, chosen, gigabytes, methods
+from benchmarks.rank_work import FEWEST, MODES, Options
+from tests.support.ranks import Pool
 
-from rank_cells import Cell, cells, chosen, gigabytes, methods
-from rank_work import FEWEST, MODES, Options
-
-from saccade.bench.machine import Run
-from saccade.testing.ranks import Pool
-
-WORK = str(Path(__file__).with_name("rank_work.py")), "measured"
 STARTS = 3
 """Times that a cell begins: with so many providers less one that end it."""
 LEAST = 20.0
@@ -78,7 +75,7 @@ class Bench:
         Path(self.options.progress).write_text("one GPU", encoding="utf-8")
         options = self.options._replace(skipped=skipped)
         seconds = min(self.timeout, self.left())
-        return self.pool.run(WORK, self.pool.size, cell, options, seconds=seconds)[0]
+        return self.pool.run(rank_work.measured, self.pool.size, cell, options, seconds=seconds)[0]
 
 
 def last_line(error: BaseException) -> str:

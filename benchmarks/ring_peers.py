@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.bench.providers.flash import FlashAttention3
+from benchmarks.harness.providers.flash import FlashAttention3
 from saccade.compat import install
 
 

@@ -17,10 +17,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from predictions import rows
-from rank_cells import cells, methods, predicted
+
+from benchmarks.rank_cells import cells, methods, predicted
 
 CELLS = {
     "16k-64:8": "16k, 64:8",

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from themes import STYLES, save, styled
 
-from saccade.bench.rows import BenchRow, latest, read
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.harness.rows import BenchRow, latest, read
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from saccade import Dense, Partial, attention, causal, softcap
 from saccade.testing import check
-from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
+from saccade.testing.cases import MODELS, NAMED, SMALL, Case
+from tests.support import draws
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -53,7 +54,7 @@ def test_every_cpu(name, processor, lse_gradient):
 @pytest.mark.parametrize("seed", range(60))
 def test_draw(seed, device):
     dtype = None if device == "cpu" else ("fp16", "bf16", "fp32")[seed % 3]
-    checked(draw(seed, dtype), device, lse_gradient=seed % 2 == 0)
+    checked(draws.dense(seed, dtype), device, lse_gradient=seed % 2 == 0)
 
 
 @st.composite

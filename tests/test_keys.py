@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import mask_mod, prefix, window
-from saccade.backends.device import gate
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
 from saccade.call import Call
 from saccade.masks import Mask, as_mask
+from tests.gate.rows import device_mask
 
 BOUNDS = [(None, 0), (None, 7), (7, None), (7, 0), (0, 0), (30, 5)]
 WINDOWS = [window(*bounds) for bounds in BOUNDS]
@@ -55,7 +55,7 @@ def all_alike(made: Iterator[tuple[Any, Any]]) -> int:
 def test_masks_of_one_key_have_one_form() -> None:
     """A window whose keys begin at the first once ran the kernel of one whose keys end at the last."""
     problems = [call_of(mask) for mask in MASKS]
-    many = all_alike((call.key, constants(gate.device_mask(call))) for call in problems)
+    many = all_alike((call.key, constants(device_mask(call))) for call in problems)
     assert len(WINDOWS) < many < len(MASKS)
 
 

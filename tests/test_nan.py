@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, Paged, attention, causal, merge, softcap, window
-from saccade.testing.non_finite import (
+from tests.support.non_finite import (
     BREAKS,
     CALLS,
     HEAD,
@@ -52,7 +52,7 @@ def test_rows_with_other_instructions(instructions):
 ROWS = """
 import torch
 from saccade import attention
-from saccade.testing.non_finite import BREAKS, assert_same_kind, operands, results
+from tests.support.non_finite import BREAKS, assert_same_kind, operands, results
 for fill in BREAKS.values():
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         given = operands(dtype)

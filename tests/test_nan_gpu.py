@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade import Paged, Unsupported, attention
-from saccade.testing.non_finite import (
+from tests.support.non_finite import (
     BREAKS,
     CALLS,
     HEAD,

@@ -124,19 +124,19 @@ def test_gpus_alike_have_one_table(name):
 @pytest.mark.parametrize("backend", ["gluon", "triton"])
 def test_the_gate_has_a_row_for_each_tile(backend):
     pytest.importorskip("triton", reason="the extra [triton]")
-    gate = import_module(f"saccade.backends.{backend}.gate")
-    keys = [*gate.configs(), *gate.features()]
+    rows = import_module(f"tests.gate.{backend}")
+    keys = [*rows.configs(), *rows.features()]
     assert len(set(keys)) == len(keys)
-    assert {key for key in configs.table(gate.GPU) if key.startswith(f"{backend} ")} <= set(keys)
+    assert {key for key in configs.table(rows.GPU) if key.startswith(f"{backend} ")} <= set(keys)
 
 
 def test_gate_of_hopper_covers_the_head_dims_that_are_fast():
     pytest.importorskip("triton", reason="the extra [triton]")
-    from saccade.backends.gluon import gate
+    from tests.gate import gluon
 
     for dims in ("64/64", "128/128", "256/256", "192/128"):
         for edges in ("full", "masked"):
-            assert f"gluon forward 16bit d{dims} {edges}" in list(gate.configs())
+            assert f"gluon forward 16bit d{dims} {edges}" in list(gluon.configs())
 
 
 @pytest.mark.parametrize(("room", "least", "tried"), [(3, 1, [3]), (2, 1, [3, 2]), (0, 1, [3, 2, 1]), (2, 3, [3])])

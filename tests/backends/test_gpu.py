@@ -12,7 +12,8 @@ from saccade import Dense, attention, causal, documents, explain, window
 from saccade.call import check_call, flatten
 from saccade.ops import replay
 from saccade.testing.accuracy import check
-from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
+from saccade.testing.cases import MODELS, NAMED, SMALL, Case
+from tests.support import draws
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,7 @@ def test_model(case: Case, backend: str) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_case(seed: int, backend: str) -> None:
-    case = draw(seed, dtype=DTYPES[seed % 3])
+    case = draws.dense(seed, dtype=DTYPES[seed % 3])
     given = case.inputs("cuda", seed=seed)
     report = check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

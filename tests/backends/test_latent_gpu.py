@@ -10,8 +10,9 @@ from torch import Tensor
 
 from saccade import Paged, attention, causal, explain
 from saccade.backends.gluon.latent import launch
-from saccade.testing import check, paged
+from saccade.testing import check
 from saccade.testing.cases import Case
+from tests.support import draws
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,7 +57,7 @@ def test_cases(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_drawn_cases(seed: int) -> None:
-    drawn = paged.draw(seed, ("bf16", "fp16")[seed % 2])
+    drawn = draws.paged(seed, ("bf16", "fp16")[seed % 2])
     group = (64, 128, 100)[seed % 3]
     case = drawn.replace(
         h_k=1, h_q=group, d=576, d_v=512, s_k=40 + 197 * seed, cache="latent", splits=0, tail=0, s_q=1 + seed % 4

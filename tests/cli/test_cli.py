@@ -15,12 +15,9 @@ pytest.importorskip("typer", reason="the extra [cli]")
 from typer.testing import CliRunner
 
 import saccade
-from saccade import attention, cli, dispatch, hardware
-from saccade.bench import report
-from saccade.cli import check
+from saccade import cli, dispatch, hardware
 from saccade.cli.app import EXIT_CODES, app
 from saccade.testing import accuracy
-from saccade.testing.cases import NAMED
 
 
 def run(*words: str):
@@ -213,16 +210,6 @@ def test_a_refused_case_says_why(monkeypatch):
     assert "cpu: has no such thing" in found.stdout
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "few-queries", "group3", "sbhd", "documents-window", "prefixes"])
-def test_sdpa_is_given_the_same_problem(name):
-    case = NAMED[name].replace(dtype="fp64")
-    inputs = case.inputs()
-    ours = attention(inputs.q, inputs.k, inputs.v, backend="reference", **inputs.keywords)
-    theirs = check._sdpa(case, inputs)
-    assert theirs is not None
-    torch.testing.assert_close(theirs.call()[0], inputs.keywords["layout"].canonical(ours))
-
-
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "saccade.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
@@ -236,11 +223,3 @@ def test_python_m_saccade(monkeypatch, capsys):
         runpy.run_module("saccade", run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out.startswith("fp32 d64 dense cpu\n")
-
-
-def test_report_names_a_missing_page(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", "/nowhere"])
-    with pytest.raises(SystemExit) as stop:
-        report.main()
-    assert stop.value.code not in (0, None)
-    assert "/nowhere does not exist" in capsys.readouterr().err.splitlines()[-1]

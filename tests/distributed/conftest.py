@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.testing.ranks import Pool
+from tests.support.ranks import Pool
 
 
 @pytest.fixture(scope="session")

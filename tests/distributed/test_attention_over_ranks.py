@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade.testing import Case
-from saccade.testing.ranks import differences, measured
+from tests.support.ranks import differences, measured
 
 EQUAL = 1e-12
 """What sums in another order differ by, in float64, relative to the largest element."""

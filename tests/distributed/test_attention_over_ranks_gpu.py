@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from saccade.testing import Case
-from saccade.testing.ranks import Pool, measured
+from tests.support.ranks import Pool, measured
 
 pytestmark = pytest.mark.gpu
 

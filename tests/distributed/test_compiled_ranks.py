@@ -14,8 +14,8 @@ import torch
 
 from saccade import Packed, ScoreMod, alibi, attention, causal, mask_mod, relative_bias
 from saccade.distributed import plan
-from saccade.testing.mapped_files import mapped_files
-from saccade.testing.ranks import mesh_of
+from tests.support.mapped_files import mapped_files
+from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 LENGTHS = [7, 0, 13, 1, 40, 3]

@@ -28,7 +28,7 @@ from saccade import (
     window,
 )
 from saccade.distributed import plan
-from saccade.testing.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 EQUAL = 1e-12  # in float64, what sums in another order differ by

@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def broken_pool(request):
     """Of its own: what fails breaks its groups."""
-    from saccade.testing.ranks import Pool
+    from tests.support.ranks import Pool
 
     with Pool(request.getfixturevalue("ranks") if "ranks" in request.fixturenames else 2) as pool:
         yield pool

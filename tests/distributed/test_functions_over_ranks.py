@@ -12,8 +12,9 @@ from torch import Tensor
 from saccade import Packed, attention, causal
 from saccade.distributed import plan
 from saccade.scores import ScoreMod
-from saccade.testing import gallery, scores
-from saccade.testing.ranks import case_seed, mesh_of
+from saccade.testing import gallery
+from tests.support import scores
+from tests.support.ranks import case_seed, mesh_of
 
 EQUAL = 1e-12  # in float64, what sums in another order differ by
 HERE = str(Path(__file__))

@@ -12,9 +12,10 @@ from torch.autograd import forward_ad
 from saccade import Packed, attention, causal, window
 from saccade.distributed import plan
 from saccade.errors import Unsupported
-from saccade.testing import Case, ranks
-from saccade.testing.mapped_files import mapped_files
-from saccade.testing.ranks import part
+from saccade.testing import Case
+from tests.support import ranks
+from tests.support.mapped_files import mapped_files
+from tests.support.ranks import part
 
 HERE = str(Path(__file__))
 EQUAL = 1e-12

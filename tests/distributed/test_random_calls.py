@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade import Dense, Packed, ScoreMod, attention, causal, mask_mod, prefix, window
 from saccade.distributed import plan
-from saccade.testing.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 EQUAL = 1e-12

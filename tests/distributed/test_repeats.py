@@ -11,8 +11,8 @@ import torch
 from saccade import attention, causal
 from saccade.distributed import plan
 from saccade.distributed.transport import Transport
-from saccade.testing.mapped_files import MappedFiles, mapped_files
-from saccade.testing.ranks import mesh_of
+from tests.support.mapped_files import MappedFiles, mapped_files
+from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 LENGTHS = (37, 5, 64, 18, 1, 0, 75)

@@ -9,7 +9,7 @@ import torch
 
 from saccade import Packed, Paged, attention, causal, softcap, window
 from saccade.backends.triton import paged as launches
-from saccade.testing.non_finite import (
+from tests.support.non_finite import (
     BREAKS,
     CALLS,
     HEAD,

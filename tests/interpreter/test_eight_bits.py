@@ -18,6 +18,7 @@ from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, 
 from saccade.backends.device import descale, eight_bits
 from saccade.backends.triton import paged_kernel, paged_slices
 from saccade.testing import Case, check, paged
+from tests.support import draws
 
 E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = {case.name: case for case in paged.named()}
@@ -79,7 +80,7 @@ def decoding(dice: random.Random, seed: int) -> Case:
     rows = dice.randint(1, 16)
     group = dice.choice([n for n in range(1, rows + 1) if rows % n == 0])
     d = dice.choice([16, 32, 48, 64, 80, 96, 128, 256])
-    case = paged.draw(seed, dice.choice(["bf16", "fp16", "fp32"]))
+    case = draws.paged(seed, dice.choice(["bf16", "fp16", "fp32"]))
     h_k = min(case.h_k, 2)
     return case.replace(
         b=min(case.b, 2),

@@ -15,7 +15,8 @@ from saccade.call import Call
 from saccade.masks import Mask
 from saccade.scores import bind
 from saccade.testing.accuracy import check
-from saccade.testing.cases import NAMED, SMALL, Case, draw
+from saccade.testing.cases import NAMED, SMALL, Case
+from tests.support import draws
 
 # The interpreter's dot product reads bfloat16 as integers, and takes a second or two for each case.
 FLOAT32 = [
@@ -92,7 +93,7 @@ def test_packed(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_case(seed: int) -> None:
-    case = draw(1000 + seed, dtype="fp32").smaller(80)
+    case = draws.dense(1000 + seed, dtype="fp32").smaller(80)
     given = case.inputs()
     report = check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

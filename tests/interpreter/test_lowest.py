@@ -8,7 +8,7 @@ import torch
 from saccade import attention, causal, window
 from saccade.testing.accuracy import check
 from saccade.testing.cases import Case
-from saccade.testing.non_finite import VALUES, added, filled, filled_from
+from tests.support.non_finite import VALUES, added, filled, filled_from
 
 CALLS = {
     "causal": {"mask": causal()},

@@ -7,7 +7,7 @@ import torch
 
 from saccade import mask_mod
 from saccade.testing.accuracy import check
-from saccade.testing.scores import ARGUMENTS, MASKS, WRAPPING
+from tests.support.scores import ARGUMENTS, MASKS, WRAPPING
 
 
 def operands() -> list[torch.Tensor]:

@@ -20,8 +20,8 @@ from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.testing.accuracy import check
 from saccade.testing.call_slice import Precision
-from saccade.testing.non_finite import TABLES, operands, table_results
-from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
+from tests.support.non_finite import TABLES, operands, table_results
+from tests.support.scores import NAMES, build_score, halved_from, near_or_third
 
 
 @pytest.mark.sample

@@ -12,7 +12,7 @@ from saccade import Dense, Packed, attention, block_mask, causal, documents, exp
 from saccade.layouts import from_tensors, view_layout
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
-from saccade.testing.packed import draw
+from tests.support import draws
 
 OFFSETS = torch.tensor([0, 3, 3, 10])
 
@@ -171,7 +171,7 @@ def test_predicates(name, place):
 @pytest.mark.sample
 @pytest.mark.parametrize("seed", range(6))
 def test_random_batches(seed, place):
-    case = draw(seed, place.dtype)
+    case = draws.packed(seed, place.dtype)
     made = case.inputs(place.device)
     report = check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **made.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

@@ -11,7 +11,7 @@ from saccade import Dense, Packed, Unsupported, attention, causal, explain, mask
 from saccade.layouts import from_tensors
 from saccade.testing import check
 from saccade.testing.cases import Case
-from saccade.testing.packed import draw
+from tests.support import draws
 
 OFFSETS = torch.tensor([0, 4, 4, 10])
 STARTS, USED = torch.tensor([2, 0, 5]), torch.tensor([6, 3, 7])
@@ -188,7 +188,7 @@ def test_predicates(name, place):
 @pytest.mark.sample
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(seed, place):
-    case = draw(seed, place.dtype).replace(ranges=True, dropout_p=0.2 * (seed % 2))
+    case = draws.packed(seed, place.dtype).replace(ranges=True, dropout_p=0.2 * (seed % 2))
     made = case.inputs(place.device)
     report = check(made.q, made.k, made.v, dout=made.dout, dlse=made.dlse, backend=place.backend, **made.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

@@ -28,6 +28,7 @@ from saccade.call import Call, strides
 from saccade.layouts import from_tensors
 from saccade.testing import check, paged
 from saccade.testing.cases import NAMED, Case
+from tests.support import draws
 
 CASES = {case.name: case for case in paged.named()}
 
@@ -51,7 +52,7 @@ def test_fresh_memory_is_never_read(dtype, poison):
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(st.integers(0, 1 << 30))
 def test_drawn_case(seed):
-    case = paged.draw(seed, "fp32")
+    case = draws.paged(seed, "fp32")
     given = case.inputs(seed=seed)
     report = check(given.q, given.k, given.v, **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

@@ -12,6 +12,7 @@ from saccade import Paged, append_kv, attention, causal, explain, mask_mod, wind
 from saccade.backends import gluon
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
+from tests.support import draws
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +59,7 @@ def test_how_caches_lie(s_q: int, size: int, cache: str) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_case(seed: int) -> None:
-    case = paged.draw(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed)
+    case = draws.paged(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed)
     given = case.inputs("cuda", seed=seed)
     report = check(given.q, given.k, given.v, **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"
@@ -239,7 +240,7 @@ def test_predicates_and_scores_in_bulk(size: int, lengths: tuple[int, ...], hopp
 
 @pytest.mark.parametrize("seed", range(16))
 def test_drawn_case_in_bulk(seed: int, hopper: None) -> None:
-    case = in_bulk(paged.draw(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed))
+    case = in_bulk(draws.paged(seed, ("bf16", "fp16")[seed % 2]).replace(s_k=40 + 97 * seed))
     given = case.inputs("cuda", seed=seed)
     report = check(given.q, given.k, given.v, backend="gluon", **given.keywords)
     assert report.ratio <= 1, f"{case.describe()}\n{report}"

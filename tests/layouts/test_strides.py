@@ -13,7 +13,7 @@ from torch import Tensor
 from saccade import attention, causal, explain, window
 from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
-from saccade.testing.cases import draw
+from tests.support import draws
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -150,7 +150,7 @@ def _random_view(x: Tensor, dice: random.Random) -> Tensor:
 @pytest.mark.parametrize("seed", range(40))
 def test_draw(seed, device):
     dice = random.Random(seed)
-    case = draw(1000 + seed, dice.choice(["fp16", "bf16", "fp32"]))
+    case = draws.dense(1000 + seed, dice.choice(["fp16", "bf16", "fp32"]))
     print(case.describe())  # shown when the test fails
     made = case.inputs(device)
     q, k, v, dout = (_random_view(x, dice) for x in (made.q, made.k, made.v, made.dout))

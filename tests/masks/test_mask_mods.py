@@ -28,7 +28,7 @@ from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, predicates
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
-from saccade.testing.scores import halved_from, near_or_third
+from tests.support.scores import halved_from, near_or_third
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 

@@ -17,8 +17,8 @@ import pytest
 import saccade
 import saccade.compat
 import saccade.integrations
-from saccade.bench import report
-from saccade.testing import support
+from benchmarks.harness import report
+from tests.support import support_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -122,14 +122,14 @@ def _defined(module: str, name: str) -> bool:
 
 def test_support_table_is_generated():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == support.updated(readme), "run `python -m saccade.testing.support`"
+    assert readme == support_table.updated(readme), "run `python -m tests.support.support_table`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_figures_are_those_of_rows(page):
     """Tables between `<!-- bench … -->` or `<!-- speedups … -->` and their ends."""
     told = report.updated(page, ROOT / "benchmarks" / "results")
-    assert page.read_text(encoding="utf-8") == told, "run `python -m saccade.bench.report README.md docs/*.md`"
+    assert page.read_text(encoding="utf-8") == told, "run `python -m benchmarks.harness.report README.md docs/*.md`"
 
 
 def test_tree_is_true():

@@ -33,7 +33,6 @@ LAYERS = [
     {"integrations"},
     {"__init__"},
     {"testing"},
-    {"bench"},
     {"cli"},
     {"__main__"},
 ]
@@ -48,8 +47,6 @@ FOREIGN = {
     "backends/gluon": {"triton"},
     "integrations/transformers": {"transformers"},
     "testing": {"triton"},
-    "testing/emulator": {"numpy", "triton"},
-    "bench": None,
     "cli": None,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ WHEEL = f"saccade-{saccade.__version__}-py3-none-any.whl"
 
 
 def run(*words: str, **options) -> str:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False, **options)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -39,18 +40,69 @@ def built(tmp_path_factory):
     return folder
 
 
-def test_the_wheel_alone_runs_the_quick_start(built, tmp_path):
-    target = tmp_path / "installed"
+@pytest.fixture(scope="module")
+def outside(built, tmp_path_factory):
+    """A folder outside of the clone, and the environment in which Python finds the installed wheel there."""
+    folder = tmp_path_factory.mktemp("outside")
+    target = folder / "installed"
     run("-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(target), str(built / WHEEL))
+    return folder, os.environ | {"PYTHONPATH": str(target), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+def test_the_wheel_alone_runs_the_quick_start(outside):
+    folder, environment = outside
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quick_start = re.search(r"^## Quick start\n(.*?)^```\n", readme, re.MULTILINE | re.DOTALL)
     assert quick_start
     code = "".join(example.source for example in doctest.DocTestParser().get_examples(quick_start[1]))
     assert "attention(" in code
     code += "\nimport saccade; print(saccade.__file__, saccade.__version__)"
-    place, version = run("-c", code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(target)}).split()[-2:]
-    assert Path(place).is_relative_to(target)
+    place, version = run("-c", code, cwd=folder, env=environment).split()[-2:]
+    assert Path(place).is_relative_to(folder)
     assert version == saccade.__version__
+
+
+COMMANDS = {
+    "saccade doctor": (0, "ok  cpu: a small call, forward and backward, on `cpu`", "what is here works"),
+    "saccade info": (0, "backend cpu", "runs on cpu"),
+    "saccade explain bf16 d64 causal cpu": (0, "bf16 d64 dense causal cpu", "cpu: chosen"),
+    "saccade check --cases causal --length 16 --json": (0, '"passed": true', '"sdpa_ms": '),
+    "saccade tune": (2, "tuning needs a GPU; torch sees none"),
+    'saccade warm "fp16 d16 sm80" --inference --jobs 1 --out kernels': (0, "1: forward_kernel"),
+    "saccade completion bash": (0, "complete -o default -F _saccade saccade"),
+    "saccade bench --cases host": (2, "clone the repository"),
+    "saccade.testing.selfcheck --seconds 0.01": (0, "2 of 2 right", "times as fast", "Peers"),
+}
+"""What `python -m` runs without a GPU, its exit code, and some of what it prints."""
+ALL_OF_THEM = """
+import contextlib, io, json, runpy, shlex, sys
+told = {}
+for command in sys.argv[1:]:
+    text = io.StringIO()
+    sys.argv = shlex.split(command)
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+    told[command] = code, text.getvalue()
+print(json.dumps([told, [x.__file__ for x in sys.modules.values() if getattr(x, "__file__", None)]]))
+"""
+"""In one process: starts take longest."""
+
+
+def test_the_wheel_alone_runs_every_command(outside):
+    pytest.importorskip("typer", reason="the extra [cli]")
+    pytest.importorskip("triton", reason="the extra [triton]")
+    folder, environment = outside
+    told, files = json.loads(run("-c", ALL_OF_THEM, *COMMANDS, cwd=folder, env=environment).splitlines()[-1])
+    parts = [ROOT / name for name in ("src", "tests", "benchmarks")]
+    assert not [file for file in files if any(Path(file).is_relative_to(part) for part in parts)]
+    for command, (code, *words) in COMMANDS.items():
+        ended, text = told[command]
+        assert ended == code, f"{command}\n{text}"
+        assert all(word in text for word in words), f"{command}\n{text}"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):

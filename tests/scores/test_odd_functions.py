@@ -18,7 +18,7 @@ from saccade.scores.codegen import program
 from saccade.scores.recording import trace
 from saccade.scores.recording.recorder import record
 from saccade.scores.score_mod import WithDerivative
-from saccade.testing.scores import NAMES, build_score
+from tests.support.scores import NAMES, build_score
 
 S, D = 11, 8
 drawn = torch.Generator().manual_seed(3)

@@ -15,7 +15,7 @@ from saccade.scores.codegen.linear import linear_source
 from saccade.scores.codegen.source import value_source
 from saccade.scores.recording.tape import Refused
 from saccade.testing.accuracy import check
-from saccade.testing.scores import ARGUMENTS, MASKS, WRAPPING
+from tests.support.scores import ARGUMENTS, MASKS, WRAPPING
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ from saccade import attention, causal, compose, mask_mod, prefix, relative_bias,
 from saccade.backends import Launches
 from saccade.backends.device import distance_tables
 from saccade.call import Call
-from saccade.testing import scores as operations
 from saccade.testing.accuracy import Report, check
 from saccade.testing.call_slice import captured
 from saccade.testing.cases import NAMED
-from saccade.testing.scores import NAMES, build_score, halved_from, near_or_third
+from tests.support import scores as operations
+from tests.support.scores import NAMES, build_score, halved_from, near_or_third
 
 pytestmark = pytest.mark.gpu
 

@@ -34,7 +34,7 @@ from saccade.scores import bind
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.source import value_source
 from saccade.testing.accuracy import check
-from saccade.testing.scores import NAMES, build_score
+from tests.support.scores import NAMES, build_score
 
 Q = torch.zeros(1, 2, 4, 4)
 

@@ -7,7 +7,8 @@ import torch
 
 from saccade import attention
 from saccade.spec import TORCH_DTYPES
-from saccade.testing.cases import MODELS, NAMED, SMALL, Case, draw
+from saccade.testing.cases import MODELS, NAMED, SMALL, Case
+from tests.support import draws
 
 
 def test_names_are_unique():
@@ -74,11 +75,11 @@ def test_requires_grad():
 
 @pytest.mark.parametrize("seed", range(0, 200, 7))
 def test_draws_repeat_and_describe_themselves(seed):
-    case = draw(seed)
-    assert case == draw(seed)
+    case = draws.dense(seed)
+    assert case == draws.dense(seed)
     assert str(seed) in case.name
     assert eval(case.describe()) == case
-    assert draw(seed, "fp32").dtype == "fp32"
+    assert draws.dense(seed, "fp32").dtype == "fp32"
     case.inputs()
 
 
@@ -88,7 +89,7 @@ def test_values_as_wide_as_the_usual_head_dim_are_described():
 
 
 def test_draws_differ():
-    drawn = [draw(seed) for seed in range(300)]
+    drawn = [draws.dense(seed) for seed in range(300)]
     for field in ("dtype", "b", "order", "sink", "used", "ids"):
         assert len({getattr(case, field) for case in drawn}) > 1
     assert {case.mask.split("(")[0] for case in drawn} >= {

@@ -10,12 +10,13 @@ import torch
 
 from saccade import attention
 from saccade.testing import accuracy, selfcheck
+from saccade.testing.timing import Clock
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(selfcheck, "CASES", ["causal", "packed", "sink"])
-    monkeypatch.setattr(selfcheck, "ROUNDS", 1)
+    monkeypatch.setattr(selfcheck, "CLOCK", Clock(rounds=1, sample=0.0))
 
 
 def told(capsys, *words: str) -> tuple[int, str]:

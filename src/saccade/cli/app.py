@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import saccade
-from saccade.bench.cli import bench
+from saccade.cli.bench import add_bench
 from saccade.cli.check import check
 from saccade.cli.completion import completion
 from saccade.cli.doctor import doctor, info
@@ -25,8 +25,9 @@ app = typer.Typer(
     add_completion=False,  # a TAB would import torch: `saccade completion` prints a script that does not
     pretty_exceptions_enable=False,
 )
-for command in (doctor, info, explain, check, bench, tune, warm, completion):
+for command in (doctor, info, explain, check, tune, warm, completion):
     app.command()(command)
+add_bench(app)
 
 
 def _version(asked: bool) -> None:

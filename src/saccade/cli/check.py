@@ -14,14 +14,12 @@ from rich.progress import track
 from rich.table import Table
 
 from saccade import Unsupported, attention
-from saccade.bench.console import listed, print_whole, some_name
-from saccade.bench.grids import Cell
-from saccade.bench.providers.base import Prepared
-from saccade.bench.providers.sdpa import Sdpa, SdpaPadded
-from saccade.bench.timing import Clock, measure
+from saccade.cli.console import listed, print_whole, some_name
 from saccade.cli.options import Backend
 from saccade.testing import accuracy
-from saccade.testing.cases import MODELS, NAMED, Case, Inputs
+from saccade.testing.cases import MODELS, NAMED, Case
+from saccade.testing.sdpa import sdpa
+from saccade.testing.timing import Clock, medians
 
 CPU_LENGTH, CPU_KEY_HEADS = 512, 2
 """The limits on a CPU: all models take some seconds on two cores, most of them in the oracle."""
@@ -119,30 +117,13 @@ def _row(case: Case, backend: str, device: torch.device) -> CheckRow:
     if not report.ratio <= 1:
         return CheckRow(**at)
     # Without the LSE, as models call it.
-    calls = {"ms": Prepared(lambda: (attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.keywords),))}
-    if sdpa := _sdpa(case, inputs):
-        calls["sdpa_ms"] = sdpa
-    times = _medians(calls, device)
+    calls = {"ms": lambda: attention(inputs.q, inputs.k, inputs.v, backend=backend, **inputs.keywords)}
+    if peer := sdpa(case, inputs):
+        calls["sdpa_ms"] = peer
+    with torch.no_grad():
+        times = medians(calls, device, Clock(SAMPLES, 0.0))
     ms, sdpa_ms = times["ms"], times.get("sdpa_ms")
     return CheckRow(**at, passed=True, ms=ms, sdpa_ms=sdpa_ms, speedup=round(sdpa_ms / ms, 3) if sdpa_ms else None)
-
-
-def _sdpa(case: Case, inputs: Inputs) -> Prepared | None:
-    """The same call of PyTorch's, with the mask as a tensor where it needs one; None where it has no such call."""
-    cell = Cell(case, "forward")
-    providers = (one for one in (Sdpa(), SdpaPadded()) if one.supports(cell, inputs) is None)
-    provider = next(providers, None)
-    return None if provider is None else provider.prepare(cell, inputs)
-
-
-@torch.no_grad()
-def _medians(calls: dict[str, Prepared], device: torch.device) -> dict[str, float]:
-    """Milliseconds of each call, sampled in turns."""
-    failures: list[Exception] = []
-    times = measure(calls, device, Clock(SAMPLES, 0.0), lambda name, failure: failures.append(failure))
-    if failures:
-        raise failures[0]
-    return {name: round(of_call.ms, 4) for name, of_call in times.items()}
 
 
 def _print(rows: list[CheckRow]) -> None:

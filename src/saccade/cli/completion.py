@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from saccade import dispatch, masks, scores
-from saccade.bench.grids import GRIDS
+from saccade.cli.bench import grid_names
 from saccade.cli.tune import TUNED
 from saccade.spec import FLAGS, LAYOUTS, TORCH_DTYPES
 from saccade.testing.cases import MODELS
@@ -18,7 +18,7 @@ SPEC = (*TORCH_DTYPES, *LAYOUTS, *masks.KINDS, *scores.KINDS, *FLAGS, "d64", "d1
 """Words of a Spec."""
 VALUES = {
     ("check", "--cases"): tuple(map(str, MODELS)),
-    ("bench", "--cases"): tuple(GRIDS),
+    ("bench", "--cases"): grid_names(),
     ("bench", "--device"): ("cpu", "cuda"),
     ("tune", "--backend"): TUNED,
 }

@@ -15,10 +15,9 @@ import typer
 
 import saccade
 from saccade import Spec, Unsupported, causal, dispatch, hardware
-from saccade.bench.machine import device_name, version
-from saccade.bench.run import described
 from saccade.cli.options import Json
 from saccade.testing import accuracy
+from saccade.testing.machine import described, device_name, version
 
 
 def info(as_json: Json = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -363,38 +362,3 @@ SMALL = [
 # fmt: on
 
 NAMED = {case.name: case for case in [*MODELS, *SMALL]}
-
-
-def draw(seed: int, dtype: str | None = None) -> Case:
-    """A random Case, the same one for the same seed; its name holds the seed."""
-    dice = random.Random(seed)
-    group, h_k = dice.choice([1, 1, 2, 3, 4, 7]), dice.choice([1, 2, 3])
-    s_q = dice.choice([1, 2, dice.randint(3, 40), dice.randint(41, 300)])
-    s_k = dice.choice([s_q, s_q, 1, dice.randint(1, 40), dice.randint(41, 300)])
-    d = dice.choice([1, 8, 16, 32, 40, 64, 64, 72, 96, 128, dice.randint(1, 256)])
-    d_v = dice.choice([d, d, d, dice.randint(1, 256)])
-    bounds = [dice.choice(["None", str(dice.randint(0, 3)), str(dice.randint(0, 200))]) for _ in range(2)]
-    window = f"window({bounds[0]},{bounds[1]})" if bounds != ["None", "0"] else "causal"
-    prefix = dice.choice([f"prefix({dice.randint(0, s_k + 3)})", "prefixes"])
-    choices = ["none", "causal", "causal", window, window, prefix, f"{prefix}&{window}", f"{prefix}|{window}"]
-    if s_q == s_k:
-        choices += ["documents", "documents&causal", f"documents&{window}", f"documents|{window}"]
-        choices += [f"documents&{prefix}"]
-    return Case(
-        f"draw{seed}",
-        dtype=dtype or dice.choice(["fp16", "bf16", "fp32", "fp64"]),
-        b=dice.randint(1, 3),
-        h_q=group * h_k,
-        h_k=h_k,
-        s_q=s_q,
-        s_k=s_k,
-        d=d,
-        d_v=d_v,
-        mask=dice.choice(choices),
-        score=dice.choice(["none", "none", f"softcap({dice.choice([1, 5, 30])})"]),
-        sink=dice.random() < 0.3,
-        order=dice.choice(["bhsd", "bhsd", "bshd", "sbhd"]),
-        used=dice.choice(["all", "all", "all", "k", "q", "qk"]),
-        ids=dice.choice(["packed", "scattered"]),
-        dropout_p=dice.choice([0.0, 0.0, 0.0, 0.1, 0.5, 0.9]),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,36 +73,6 @@ def layout(q: PackedSide, k: PackedSide, device: torch.device | str, ranges: boo
         starts = k.offsets.to(device)
         return Packed(q.offsets.to(device), None, q.longest, k.longest, used_q, used_k, starts_k=starts)
     return Packed(q.offsets.to(device), k.offsets.to(device), q.longest, k.longest, used_q, used_k)
-
-
-def draw(seed: int, dtype: str) -> Case:
-    """A random Case of packed sequences, the same one for the same seed."""
-    from saccade.testing.cases import Case
-
-    dice = random.Random(seed)
-    group, h_k = dice.choice([1, 2, 3, 4]), dice.choice([1, 2])
-    s_q = dice.choice([1, dice.randint(2, 70), dice.randint(71, 300)])
-    s_k = dice.choice([s_q, s_q, dice.randint(1, 300)])
-    d = dice.choice([8, 40, 64, 64, 72, 128, 192, 256])
-    left, right = dice.choice([("None", 0), ("None", dice.randint(0, 99)), (dice.randint(0, 99), dice.choice([0, 40]))])
-    edges = f"window({left},{right})" if (left, right) != ("None", 0) else "causal"
-    return Case(
-        f"packed{seed}",
-        dtype=dtype,
-        b=dice.choice([1, 2, 5, 9, 40]),
-        h_q=group * h_k,
-        h_k=h_k,
-        s_q=s_q,
-        s_k=s_k,
-        d=d,
-        d_v=dice.choice([d, d, 8, 128]),
-        mask=dice.choice(["none", edges, edges, f"prefix(9)|{edges}", "prefixes"]),
-        score=dice.choice(["none", "none", "softcap(5)", "alibi"]),
-        sink=dice.random() < 0.3,
-        order="thd",
-        used=dice.choice(["all", "all", "k", "q", "qk"]),
-        tail=dice.choice([0, 0, 1, 100]),
-    )
 
 
 def beyond(found: dict[str, Tensor], layout: Layout) -> Iterator[tuple[str, Tensor, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,38 +90,6 @@ def operands(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor, Te
 def moved(layout: Paged, device: torch.device | str) -> Paged:
     offsets = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.to(device)
     return Paged(layout.block_table.to(device), layout.seqused_k.to(device), offsets, layout.num_splits)
-
-
-def draw(seed: int, dtype: str) -> Case:
-    """A random Case of a paged cache, the same one for the same seed: decoding, chunks of prompts, and both."""
-    from saccade.testing.cases import Case
-
-    dice = random.Random(seed)
-    group, h_k, b = dice.choice([1, 2, 3, 4, 8]), dice.choice([1, 2, 3]), dice.choice([1, 2, 5, 9])
-    s_q = dice.choice([1, 1, dice.randint(2, 9), dice.randint(10, 90)])
-    d = dice.choice([8, 16, 64, 72, 128])
-    d_v = dice.choice([d, d, 8, 128])
-    left = dice.choice([None, dice.randint(0, 60)])
-    edges = "causal" if left is None else f"window({left},0)"
-    return Case(
-        f"paged{seed}",
-        dtype=dtype,
-        b=b,
-        h_q=group * h_k,
-        h_k=h_k,
-        s_q=s_q,
-        s_k=dice.choice([dice.randint(1, 40), dice.randint(41, 300)]),
-        d=d,
-        d_v=d_v,
-        mask=dice.choice(["none", edges, edges, edges, f"prefix(9)|{edges}", "prefixes", "dilated_window"]),
-        score=dice.choice(["none", "none", "softcap(5)", "alibi"]),
-        sink=dice.random() < 0.3,
-        order="paged",
-        page_size=dice.choice([1, 8, 16, 32, 48, 64]),
-        splits=dice.choice([0, 0, 1, 3]),
-        tail=dice.choice([0, 0, 1, 7]),
-        cache=dice.choice([name for name in CACHES if {"one-head": h_k == 1, "latent": d_v <= d}.get(name, True)]),
-    )
 
 
 CACHES = {

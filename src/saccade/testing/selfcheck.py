@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -28,6 +26,8 @@ import saccade
 from saccade import Unsupported, causal, dispatch, hardware
 from saccade.testing import accuracy
 from saccade.testing.cases import NAMED, Case
+from saccade.testing.machine import described, device_name
+from saccade.testing.timing import Clock, medians
 
 # The commonest calls first: time may be over before the last.
 CASES = [
@@ -46,7 +46,7 @@ PEERS = {
     "cudnn": "cuDNN's frontend",
 }
 """Modules of other libraries, and their names."""
-ROUNDS = 7
+CLOCK = Clock(rounds=7, sample=50e-3)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def right(device: torch.device, dtype: str, backend: str, until: float) -> Itera
             yield Outcome(**at, reason=str(refused).splitlines()[1].strip())
             continue
         except Exception as problem:  # a compiler's or a driver's
-            yield Outcome(**at, reason=f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}")
+            yield Outcome(**at, reason=described(problem))
             continue
         yield Outcome(**at, backend=report.backend, error=round(report.ratio, 3), passed=report.ratio <= 1)
 
@@ -108,34 +108,13 @@ def speeds(device: torch.device, backend: str) -> Iterator[Speed]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return lambda: torch.autograd.grad(function(*leaves), leaves, dout)
 
+    def both(*calls: Callable[[], Any]) -> Iterable[float]:
+        return medians(dict(zip(("ours", "theirs"), calls, strict=True)), device, CLOCK).values()
+
     shape = f"bf16, {h_q}:{h_k} heads, {s} tokens, d {d}, causal"
     with torch.no_grad():
-        yield Speed(f"forward: {shape}", str(device), *_medians(device, lambda: ours(q, k, v), lambda: theirs(q, k, v)))
-    yield Speed(f"forward and backward: {shape}", str(device), *_medians(device, whole(ours), whole(theirs)))
-
-
-def _medians(device: torch.device, *calls: Callable[[], Any]) -> tuple[float, ...]:
-    """Milliseconds of each call, sampled in turns."""
-
-    def sample(call: Callable[[], Any]) -> float:
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        _wait(device)
-        return 1e3 * (time.perf_counter() - start) / repeats
-
-    repeats = 1
-    for call in calls:
-        call()
-    repeats = max(1, min(50, round(50 / max(map(sample, calls)))))
-    samples = [[sample(call) for call in calls] for _ in range(ROUNDS)]
-    return tuple(round(statistics.median(of_call), 4) for of_call in zip(*samples, strict=True))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        yield Speed(f"forward: {shape}", str(device), *both(lambda: ours(q, k, v), lambda: theirs(q, k, v)))
+    yield Speed(f"forward and backward: {shape}", str(device), *both(whole(ours), whole(theirs)))
 
 
 def peers() -> dict[str, str | None]:
@@ -153,12 +132,6 @@ def peers() -> dict[str, str | None]:
 def _version(module: str) -> str:
     packages = metadata.packages_distributions().get(module.partition(".")[0], [])
     return metadata.version(packages[0]) if packages else "a version unknown"
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {hardware.name(device)}"
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def _positive(word: str) -> float:
@@ -191,7 +164,8 @@ def _report(device: torch.device, backend: str, seconds: float, as_json: bool) -
     tell = (lambda text: None) if as_json else print
     triton = hardware.triton_version() or "not installed"
     tell(f"saccade {saccade.__version__}, torch {torch.__version__}, triton {triton}")
-    tell(f"{device}: {_machine(device)}\n\nRight: error over tolerance, forward and backward; up to 1 passes")
+    word = "" if device.type == "cpu" else f", {hardware.name(device)}"
+    tell(f"{device}: {device_name(device)}{word}\n\nRight: error over tolerance, forward and backward; up to 1 passes")
     outcomes: list[Outcome] = []
     dtypes = ("bf16", "fp32") if device.type == "cpu" else ("bf16", "fp16")
     for i, dtype in enumerate(dtypes):

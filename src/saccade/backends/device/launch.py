@@ -58,10 +58,6 @@ class Launch:
                     raise
                 stages -= 1
 
-    def warmup(self, arguments: tuple[Any, ...]) -> Any:
-        """The compiled kernel, not run: for the compile gate."""
-        return self.kernel.warmup(*arguments, *self.constants, **self._options(self.stages), grid=(1,))
-
     def _options(self, stages: int) -> dict[str, Any]:
         more: dict[str, Any] = {} if self.fuses else {"enable_fp_fusion": False}
         if self.registers is not None:

@@ -183,12 +183,6 @@ def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> D
     return _with_table(mask, table, keys_at, packed, lo, hi)
 
 
-def stand_in(call: Call, mask: DeviceMask) -> DeviceMask:
-    """The same as the compile gate sees it."""
-    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32, device="cpu"), sequences.spans(call)
-    return _with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
-
-
 def _with_table(mask: DeviceMask, table: Tensor, keys_at: Tensor, packed: bool, lo: Tensor, hi: Tensor) -> DeviceMask:
     b, n_k, _ = table.shape
     made = Visits(table, runtime_int(n_k if b > 1 else 0), runtime_int(n_k), keys_at, FLAGS[packed], lo, hi)

@@ -86,11 +86,6 @@ class TMALaunch:
             encodings = [Encoding(encoded.encode, fill, x["shape"], x["strides"]) for (fill, _), x in fills]
         replay.note_launch(self.compiled, self.grid, given, encodings)
 
-    def warmup(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> Any:
-        """The compiled kernel, not run: for the compile gate."""
-        options = {**self.constants, **self.options, "grid": (1,)}
-        return self.kernel.warmup(*self._arguments(operands, arguments, *scale), **options)
-
     def _arguments(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> tuple[Any, ...]:
         return *map(_descriptor, operands, self.shapes), *arguments, *self.numbers, *scale
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from saccade.backends import Append, Rotary
+from saccade.backends import Append
 from saccade.backends.device.descale import DescaleArgs, FactorArgs
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
@@ -21,7 +21,6 @@ from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.backends.triton.quantize import TYPES, converts
 from saccade.bounded_cache import BoundedCache
-from saccade.descale import Factors
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 __all__ = ["append", "recorder"]
@@ -85,18 +84,3 @@ def prepare(call: Append) -> Launch:
     shape = AppendShape(*map(tl.constexpr, (*sizes, kind, converts(call.k_cache.device))))
     # A rotated key is rounded as on a CPU, so that its bytes are the same.
     return Launch(append_kernel, (call.k_new.shape[:-2].numel(), 1, 1), (shape,), fuses=not call.quantizes)
-
-
-def compiled(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:
-    """The kernel as the compile gate sees it: packed sequences, or rows by their slots; keys and queries rotate. An
-    8-bit dtype is the caches', and rows are wider."""
-    eight_bits = dtype in TYPES
-    dtypes = (dtype, dtype, *(torch.bfloat16 if eight_bits else dtype,) * 3)
-    shapes = (9, 16, 8, d), (9, 16, 8, d_v), (4, 8, d), (4, 8, d_v), (4, 32, d)
-    *operands, q = (torch.empty(*shape, dtype=kind) for shape, kind in zip(shapes, dtypes, strict=True))
-    factor = torch.empty(1 if by_slot else 3, 8, 1)
-    descale = Factors(None, factor, factor) if eight_bits else Factors()
-    layout = Paged(torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3).int(), torch.zeros(4).int())
-    places = CacheSlots(torch.zeros(4).long(), torch.zeros(4).long()) if by_slot else layout
-    call = Append(*operands, places, Rotary(torch.empty(99, d // 2), torch.empty(99, d // 2), False), q, descale)
-    return prepare(call).warmup(arguments(call, torch.empty_like(q)))

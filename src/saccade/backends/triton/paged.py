@@ -28,9 +28,8 @@ from saccade.backends.triton.config import WIDE, TileConfig, formula
 from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS, Factors
+from saccade.descale import EIGHT_BITS
 from saccade.layouts import Layout, Paged
-from saccade.masks import causal, prefix, window
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
@@ -285,52 +284,3 @@ def _launch(name: str, part: Part, split: SplitKV, form: Iterable[Any], tensors:
     call, launches = part
     launch = cached_launch(launches, (name, precision(), *form), lambda: prepare(name, call, split))
     launch(call.q.device.index, tensors)
-
-
-# The rows of the compile gate: what comes after "triton paged 16bit d128/128".
-ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
-LATENT = {"decode": 12, "fixed": 4, "singles": 40, "prompt": 500}
-"""Rows of d576/512, whose values are read with their keys, and the bytes that they spill. The prompt's are 276 on
-Triton 3.6, where 64 keys are faster than 32 with fewer spills, and 640 on 3.9, not timed. It has parts: of a whole
-one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
-
-
-def compiled(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
-    """A kernel as the compile gate sees it: decoding over pages of 16 in parts, its queries end to end, or whole, a
-    query each; `singles` over pages of 1; `few` rows, or a chunk of a prompt, over pages of 64, which have whole tiles;
-    4 or 16 drafts, whose mask must be asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one
-    of keys."""
-    forms = {
-        "prompt": (1, 64 if latent else 512, 64),
-        "fixed": (128, 1, 16),
-        "drafts": (4, 4, 16),
-        "drafts16": (4, 16, 16),
-        "singles": (4, 1, 1),
-        "few": (4, 4, 64),
-    }
-    b, s_q, size = forms.get(word, (4, 1, 16))
-    mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
-    offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
-    splits = 1 if word == "fixed" else None
-    layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
-    h_q, h_k = (16, 1) if latent else (32, 8)
-    shape = (b, h_q, s_q) if offsets is None else (1, h_q, b * s_q)
-    eight = dtype in EIGHT_BITS
-    q, out = (torch.empty(*shape, n, dtype=torch.bfloat16 if eight else dtype) for n in (d, d_v))
-    caches = [torch.empty(256, h_k, size, n, dtype=dtype) for n in (d, d_v)]
-    if latent:
-        caches[1] = caches[0][..., :d_v]
-    factors = Factors(None, torch.empty(b, h_k, 1), torch.empty(b, h_k, 1)) if eight else None
-    call = Call.of_views(q, caches[0], caches[1], layout, mask=mask, descale=factors)
-    split = split_kv(call, 132)
-    lse, parts = torch.empty(split.splits, *shape), torch.empty(split.splits, *shape, d_v)
-    top = lse if max_scores else None
-    name = "whole" if split.splits == 1 else "part"
-    if word.startswith("merge"):
-        name = {"merges": "merge many"}.get(word, word)
-        numbers = out[..., 0].numel(), split.splits, *shape[1:]
-        return prepare(name, call, split).warmup((parts, lse, top, TensorArgs.of(out), lse, top, None, *numbers))
-    target = (TensorArgs.of(out), None) if split.splits == 1 else (parts, lse)
-    operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if reads_once(call) else TensorArgs.of(caches[1])
-    given = arguments(call, split, parted=name == "part")
-    return prepare(name, call, split).warmup((*operands, *target, top, *given))

@@ -211,24 +211,3 @@ def parts_arguments(call: Quantization, parts: Tensor) -> tuple[Any, ...]:
 
 def mean_arguments(call: Quantization, parts: Tensor, made: Tensor) -> tuple[Any, ...]:
     return parts, made, _span(call), _sizes(call, PARTS.value)
-
-
-def compiled(name: str, d: int, dtype: torch.dtype, words: list[str]) -> Any:
-    """A kernel as the compile gate sees it; words say what the call has besides."""
-    group = 4 if "grouped" in words else 1
-    x = torch.empty(2, 2 * group, 512, d, dtype=dtype)
-    per = next((word for word in words if word in _PER), "block")
-    mean = torch.empty(2, 2, d) if {"centred", "shifted"} & {*words} else None
-    kind = torch.float8_e5m2 if "e5m2" in words else torch.float8_e4m3fn
-    starts = torch.zeros(3, dtype=torch.int32) if "packed" in words else None
-    flags = "rotated" in words, "keys_first" in words
-    call = Quantization(x, 2, starts, None, mean, "centred" in words, per, kind, 4, *flags)
-    parts, found = torch.empty(2, 2, d), maxima(call)
-    made, shift = empty_bytes(x, kind, call.keys_first), torch.empty(x.shape[:3]) if "shifted" in words else None
-    given = {
-        "largest": lambda: largest_arguments(call, torch.zeros(2, 2, dtype=torch.int32)),
-        "quantize": lambda: arguments(call, made, found, torch.empty(2, 2, 4), shift),
-        "parts": lambda: parts_arguments(call, parts),
-        "mean": lambda: mean_arguments(call, parts, parts),
-    }[name]()
-    return prepare(name, call).warmup(given)

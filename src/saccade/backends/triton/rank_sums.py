@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton import next_power_of_2
 
@@ -43,9 +42,3 @@ def prepare(sums: Tensor, places: int) -> Launch:
     block = min(next_power_of_2(width), 1024)
     grid = sums.shape[0], -(-width // block), 1
     return Launch(rank_sums_kernel, grid, (width, places, block))
-
-
-def compiled(dtype: torch.dtype, d: int) -> Any:
-    """The kernel as the compile gate sees it: four places, eight heads."""
-    own, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(4, 5, dtype=torch.int32)
-    return prepare(own[:5], 4).warmup(((own,) * 4, table, own[:5], 5))

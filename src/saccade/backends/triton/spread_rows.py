@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton import next_power_of_2
 
@@ -51,10 +50,3 @@ def prepare(keys: Tensor, values: Tensor, places: int) -> Launch:
     rows = ELEMENTS // block
     grid = -(-keys.shape[0] // rows), -(-width // block), 2
     return Launch(spread_rows_kernel, grid, (heads, d, d_v, places, block, rows))
-
-
-def compiled(dtype: torch.dtype, d: int) -> Any:
-    """The kernel as the compile gate sees it: three places, eight heads."""
-    x, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(3, 9, dtype=torch.int32)
-    both = torch.empty(9, 8, 2 * d, dtype=dtype)
-    return prepare(x, x, 3).warmup((x, x, (both,) * 3, table, 9))

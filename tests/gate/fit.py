@@ -1,0 +1,149 @@
+"""Which rows there are, and whether the kernel of a row compiles and fits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from saccade.testing.offline import SHARED_LIMIT, NamedTarget
+from tests.gate.machine_code import reused_barriers, unwritten
+
+CAPABILITY = 90
+TIMED = "3.6"
+"""The Triton by which the rows of the tables were timed, and whose spills they name."""
+UNTIMED_SPILL = 140
+"""Bytes that another Triton may spill besides. Triton 3.9 passes --regAllocOptLevel=2 to ptxas, to avoid an error of
+ptxas 13: kernels spill up to 136 bytes more. Their cost has not been timed."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What ptxas says of one kernel."""
+
+    key: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warnings: tuple[str, ...]
+    """C7507: register requests ignored; C7510 to C7515: matrix products one after the other. And reused barriers."""
+    allowed_spill: int
+    """What the config row names."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.warnings and self.spill_bytes <= self.allowed_spill and self.shared_bytes <= SHARED_LIMIT
+
+    def __str__(self) -> str:
+        told = [
+            "ok  " if self.ok else "FAIL",
+            self.key,
+            f"registers {self.registers}",
+            f"spill {self.spill_bytes} (allowed {self.allowed_spill})",
+            f"shared {self.shared_bytes}",
+            *self.warnings,
+        ]
+        return "  ".join(told)
+
+
+BACKENDS = "gluon", "triton"
+PARTS = "configs", "features", "combinations"
+READ = "read"
+
+
+def keys(words: Sequence[str] = ()) -> Iterator[str]:
+    """The rows that the words choose; without a word, those of all backends and parts.
+
+    `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
+    else a call may have. `combinations`: several features in one kernel; they take longest, and CI omits them.
+    """
+    if unknown := set(words) - {*BACKENDS, *PARTS, READ}:
+        known = ", ".join((*BACKENDS, *PARTS, READ))
+        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}")
+    for backend in [word for word in BACKENDS if word in words] or BACKENDS:
+        for part in [word for word in PARTS if word in words] or PARTS:
+            yield from getattr(_gate(backend), part)()
+
+
+def _gate(backend: str) -> Any:
+    """The module that compiles a backend's rows; a row's first word names it."""
+    return import_module(f"tests.gate.{backend}")
+
+
+def fit(key: str) -> Fit:
+    """Compiles one row, past Triton's cache, which keeps no log of ptxas."""
+    import triton
+    from triton import knobs
+
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        compiled, allowed_spill = _compiled(key)
+    if not triton.__version__.startswith(TIMED):
+        allowed_spill += UNTIMED_SPILL
+    return _fit(key, compiled, log.getvalue(), allowed_spill)
+
+
+def _compiled(key: str) -> tuple[Any, int]:
+    from triton import knobs
+    from triton.runtime import driver
+
+    target: Any = NamedTarget(CAPABILITY)
+    driver.set_active(target)
+    knobs.compilation.always_compile = True
+    return _gate(key.split()[0]).compiled(key)
+
+
+@dataclass(frozen=True)
+class ReadKernel:
+    """A row whose kernel Triton has read; its errors are raised."""
+
+    key: str
+    ok: bool = True
+
+    def __str__(self) -> str:
+        return f"read  {self.key}"
+
+
+class _HasRead(Exception):
+    pass
+
+
+def read(key: str) -> ReadKernel:
+    """Compiles one row as far as Triton's first IR."""
+    from triton import knobs
+
+    def stop(*_: Any) -> None:
+        raise _HasRead
+
+    def stages(*given: Any) -> Any:  # later Tritons ask for a key first
+        if given:
+            given[1].update(dict.fromkeys([*given[1]][1:], stop))
+        return READ, READ
+
+    runtime: Any = knobs.runtime
+    runtime.add_stages_inspection_hook = stages
+    try:
+        _compiled(key)
+    except _HasRead:
+        return ReadKernel(key)
+    finally:
+        runtime.add_stages_inspection_hook = None
+    raise RuntimeError(f"{key}: Triton compiled it without asking for its stages")
+
+
+def _fit(key: str, compiled: Any, log: str, allowed_spill: int) -> Fit:
+    if not re.search(r"ptxas\S* info", log):
+        raise RuntimeError(f"{key}: no log of ptxas in what Triton printed:\n{log}")
+
+    def number(pattern: str) -> int:
+        return max((int(found) for found in re.findall(pattern, log)), default=0)
+
+    told = tuple(line for line in log.splitlines() if "warning" in line.lower() or re.search(r"C75\d\d", line))
+    told += tuple(f"changed before it is written: {x}" for x in unwritten(compiled.asm["cubin"]))
+    told += tuple(f"mbarrier at {place} is scratch memory too" for place in reused_barriers(compiled.asm["ptx"]))
+    registers, spill = number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores")
+    return Fit(key, registers, spill, compiled.metadata.shared, told, allowed_spill)

@@ -1,0 +1,62 @@
+"""The latent kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from saccade.backends.device import masks, sequences
+from saccade.backends.device.records import TensorArgs
+from saccade.backends.gluon.forward.launch import score_record
+from saccade.backends.gluon.latent import launch
+from saccade.call import Call
+from saccade.layouts import Paged
+from saccade.masks import causal, mask_mod
+from tests.gate.rows import GateRow, warmed
+
+SPILL = 96
+"""Bytes: in Triton 3.6 none without a mask, and up to 88 with one, of the producer's numbers and the arguments."""
+LISTED_SPILL = 220
+"""The same of a mask that is asked: 80, and 360 on Triton 3.9, not timed."""
+
+
+def features() -> Iterator[str]:
+    yield from (
+        f"gluon latent 16bit d576/512 {words}" for words in ("full", "causal", "causal gathered", "schedule", "merge")
+    )
+
+
+def combinations() -> Iterator[str]:
+    yield "gluon latent 16bit d576/512 listed small"
+
+
+def compiled(row: GateRow) -> tuple[Any, int]:
+    """The compiled kernel of one row, and the spill bytes that it allows itself: 128 heads, four sequences of up to two
+    queries, pages of 64 or, `small`, of 16, or, `gathered`, of 1."""
+    size = 16 if "small" in row.words else 1 if "gathered" in row.words else 64
+    match row.words[0]:
+        case "full":
+            s_q, mask = 1, None
+        case "listed":
+            s_q, mask = 2, causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+        case _:
+            s_q, mask = 2, causal()
+    q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
+    layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
+    call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
+    cut = launch.Cut.of(call, 132)
+    schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
+    if row.words[0] == "schedule":
+        numbers = schedule, *sequences.spans(call), masks.record(call), s_q, 4096
+        return warmed(launch.scheduling({}), numbers), 0
+    if row.words[0] == "merge":
+        out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
+        tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
+        return warmed(launch.merging(call, {}, cut), tensors), 0
+    kernel = launch.prepare(call, cut)
+    results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
+    records = sequences.spans(call), masks.record(call), score_record(call)
+    given = launch.arguments(call, results, schedule, *records)
+    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] == "listed" else SPILL

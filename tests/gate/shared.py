@@ -1,0 +1,85 @@
+"""The kernels that backends share, compiled from stand-in tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from saccade.backends import Saved
+from saccade.backends.device import (
+    block_lists,
+    captured_gradients,
+    distance_tables,
+    level_sums,
+    row_totals,
+    sequences,
+)
+from saccade.backends.device.arguments import common_arguments
+from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
+from saccade.backends.device.gradients import copy_launch, sink_launch
+from saccade.backends.device.level_sums import LevelSums
+from saccade.backends.device.recompute import recompute_launch
+from saccade.backends.device.records import runtime_int
+from saccade.backends.device.row_totals_kernel import row_totals_kernel
+from saccade.backends.device.scores import scatter
+from saccade.call import Call
+from saccade.scores import Traced
+from tests.gate.rows import PACKED, device_mask, warmed
+
+NEVER = tl.constexpr(0), tl.constexpr(0)
+"""No tiles of the kernel of captured tensors are passed over."""
+
+SHARED = (
+    "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
+    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy",
+)  # fmt: skip
+
+
+def compiled(kernel: str, call: Call) -> Any:
+    """One of the SHARED kernels, not run."""
+    lse = torch.empty(call.q.shape[:3])
+    saved = Saved(call.v, lse, call.v, lse)
+    distances = () if kernel == "row_totals" else distance_tables.empty(call)
+    arguments = common_arguments(call, device_mask(call), distances=distances)
+    if kernel == "order":
+        tiles = torch.empty(9, 2, dtype=torch.int32)
+        launch, arguments = sequences.order_launch(call, {}, tiles, 0, 64)
+    elif kernel == "captured_gradients":
+        assert isinstance(call.score, Traced)
+        sums = tuple(torch.empty(x.shape) for x in call.score.tensors)
+        adding = scatter(call, [True] * len(sums))
+        launch = recompute_launch(captured_gradients_kernel, call, tl.constexpr(in_any_order), adding, *NEVER)
+        saved = replace(saved, dlse=None)
+        arguments = *captured_gradients.tensors(call, {}, saved), sums, *arguments
+    elif kernel == "level_sums":
+        levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
+        launch = level_sums.launch(call, levels, in_any_order, [True], False)
+        arguments = level_sums.arguments(call, levels, [torch.empty(2, 1)])
+    elif kernel == "row_totals":
+        launch = recompute_launch(row_totals_kernel, call)
+        arguments = *row_totals.tensors(call, {}, saved, saved), *arguments
+    elif kernel == "sink":
+        launch, arguments = sink_launch({}, torch.empty(2), lse, lse, 1.0, torch.empty(2))
+    elif kernel == "copy":
+        launch, arguments = copy_launch({}, call.q, call.q)
+    elif kernel == "results":
+        launch, made = captured_gradients.results_launch({}, lse), lse.long()
+        arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()
+    elif kernel in ("mark", "ranks"):
+        index = torch.empty(1, 1, 4, 4, dtype=torch.int32)
+        found = block_lists.BlockLists(index, index, *map(runtime_int, (1, 1, 1)))
+        launch, arguments = block_lists.ranks_launches({}, index, found, index)[kernel == "ranks"]
+    else:
+        states, lists = torch.empty(1, 1, 8, 8, dtype=torch.uint8), torch.empty(1, 1, 4, 4, dtype=torch.int32)
+        packed = kernel.startswith("packed")
+        if packed:
+            call = call.replace(layout=PACKED)
+        table = lists if packed else None
+        if kernel.endswith("states"):
+            launch, arguments = block_lists.states_launch(call, {}, states, table)
+        else:
+            launch, arguments = block_lists.lists_launch(call, {}, states, lists, lists, (128, 128), packed, table)
+    return warmed(launch, arguments)

@@ -1,0 +1,1 @@
+"""What several tests share, or tests and benchmarks, and users do not need."""
