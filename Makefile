@@ -107,7 +107,7 @@ release: release-check  ## everything of a release but the upload
 
 docs-browse: docs  ## the site in Chromium: links, pictures, errors, screenshots for phone and desktop
 	$(BIN)/python -m pip install -q playwright -c constraints.txt
-	$(BIN)/python docs/browse.py
+	$(BIN)/python docs/figures/browse.py
 
 clean:  ## remove what the other targets made
 	rm -rf .venv .hypothesis .pytest_cache .ruff_cache dist site site-screenshots train_bytes.png

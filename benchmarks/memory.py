@@ -2,7 +2,7 @@
 
 A causal window of 1024 by saccade, by SDPA with the mask as a tensor of booleans, and written out: the most that
 forward and backward need beyond operands, result and gradients. On a machine with a GPU it is the GPU's memory, on
-another that of a process of its own. The rows go to tables/<gpu>/memory.jsonl; docs/draw_speed.py draws them.
+another that of a process of its own. The rows go to tables/<gpu>/memory.jsonl; docs/figures/draw_speed.py draws them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from saccade.scores import Traced
 
 MOST_ROWS, LEAST_KEYS, LEAST_SAVED = 16, 1024, 100_000_000
 """On a GPU a prefix of at least so many keys is shared where a key head has at most so many query rows of a sequence,
-and where at least so many bytes of keys and values need not be read again (docs/findings/triton.md)."""
+and where at least so many bytes of keys and values need not be read again (notes/triton.md)."""
 
 
 def obstacle(call: Call) -> str | None:

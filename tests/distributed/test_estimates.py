@@ -56,7 +56,7 @@ def test_bounds(sharding, host):
 
 
 def test_measured_cells():
-    """Two H200s, of one document: milliseconds of docs/findings/distributed.md, to a tenth."""
+    """Two H200s, of one document: milliseconds of notes/distributed.md, to a tenth."""
     for rows, heads, forward, backward, gathered in (
         (16384, (64, 8), 3.061, 9.385, 3.408),
         (16384, (16, 16), 0.778, 2.209, None),
@@ -124,5 +124,5 @@ def test_pieces_of_a_window_pull_no_keys_between_them():
 
 
 def test_the_table_of_the_docs():
-    script = runpy.run_path(str(ROOT / "docs" / "simulate_ranks.py"))
+    script = runpy.run_path(str(ROOT / "docs" / "figures" / "simulate_ranks.py"))
     assert script["row_of"](8, 8192, 10) in (ROOT / "docs" / "distributed.md").read_text()

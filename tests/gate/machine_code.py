@@ -13,7 +13,7 @@ def reused_barriers(ptx: str) -> list[int]:
     """The places of mbarriers in shared memory that plain loads read too, or where tiles begin, which lie first.
 
     Triton reuses the memory of a barrier on which no warp waits. What is stored there may be overwritten while the
-    barrier is initialised (docs/findings/gluon.md).
+    barrier is initialised (notes/gluon.md).
     """
     addresses = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     addresses |= dict.fromkeys(re.findall(r"mov\.\S+\s+(%r\d+), global_smem;", ptx), "0")
@@ -25,7 +25,7 @@ def reused_barriers(ptx: str) -> list[int]:
 # Uniform registers that are changed before anything is written to them, by what ptxas makes of matrix products. ptxas
 # 12.8, which Triton 3.6 has, forgets a register where the descriptors of two products agree in their lower halves and
 # differ in their upper ones, as of tiles of other widths at one place in shared memory: the products then read anything
-# (docs/findings/triton.md).
+# (notes/triton.md).
 
 
 NEVER = 63

@@ -234,7 +234,7 @@ def test_steps_are_drawn(tmp_path):
                for i in range(4) for name, at in (("nvjet", 0), ("paged_kernel", 3), ("elementwise", 7))]  # fmt: skip
     given = tmp_path / "trace.json"
     given.write_text(json.dumps({"traceEvents": [{"ph": "X", **event} for event in (*kernels, *launches)]}))
-    drawing = runpy.run_path(str(EXAMPLES.parent / "docs" / "draw_steps.py"))
+    drawing = runpy.run_path(str(EXAMPLES.parent / "docs" / "figures" / "draw_steps.py"))
     steps = drawing["Steps"].of(json.loads(given.read_text()))
     assert (len(steps.launches), len(steps.kernels), steps.gaps()) == (4, 12, [1.0] * 4)
     assert steps.busy() == pytest.approx(0.9)

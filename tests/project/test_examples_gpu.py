@@ -60,7 +60,7 @@ def test_steps_leave_no_gaps(tmp_path):
     torch.manual_seed(0)
     model = LongModel().to("cuda", torch.bfloat16)
     example["trace_steps"](model, 32, list(range(50)), str(tmp_path / "trace.json"))
-    steps = runpy.run_path(str(FOLDER / "docs" / "draw_steps.py"))["Steps"].of(
+    steps = runpy.run_path(str(FOLDER / "docs" / "figures" / "draw_steps.py"))["Steps"].of(
         json.loads((tmp_path / "trace.json").read_text())
     )
     assert len(steps.launches) == 8

@@ -36,7 +36,7 @@ def _wider(inputs: Inputs) -> Inputs:
 class CudnnFp8(Provider):
     """`sdpa_fp8` of cuDNN's frontend: one factor for each tensor, and a result in e4m3.
 
-    Nothing in it promotes its sums (docs/findings/fp8.md), so it is timed whatever its error, which is in the row. That
+    Nothing in it promotes its sums (notes/fp8.md), so it is timed whatever its error, which is in the row. That
     of the result's own 8 bits is in it too: cuDNN has no wider result on Hopper.
     """
 

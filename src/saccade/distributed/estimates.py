@@ -43,7 +43,7 @@ class Pace(NamedTuple):
     keys: int = 0
 
 
-# Measured on H200s of one host over NVLink, in bfloat16 (docs/findings/distributed.md).
+# Measured on H200s of one host over NVLink, in bfloat16 (notes/distributed.md).
 MEMORY = 3.3e12
 """Bytes a second that kernels read and write."""
 COPIES = Link(30e-6, 370e9, MEMORY)

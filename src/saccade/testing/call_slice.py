@@ -34,7 +34,7 @@ FAR = 1 << 20
 """A score beyond it masks its key, or equals all scores of its row: float32 loses what is added to it."""
 
 TENSOR_CORE_SUMS = 2.0**-13
-"""Hopper's tensor cores add products of 8-bit numbers in so many bits, 32 at a time (docs/findings/fp8.md)."""
+"""Hopper's tensor cores add products of 8-bit numbers in so many bits, 32 at a time (notes/fp8.md)."""
 
 PROMOTED = 128
 """Keys after which such sums are added up in float32 at the latest."""

@@ -44,7 +44,7 @@ class TileShape(NamedTuple):
 SWIZZLED = 128
 """Bytes of a row from which all tiles lie alike in shared memory; narrower ones have an order for each width. Tiles
 that pass through registers take turns at one place there, and where their orders differ ptxas 12.8 loses the place of
-one (docs/findings/triton.md)."""
+one (notes/triton.md)."""
 
 
 def precision() -> str:

@@ -22,7 +22,7 @@ from saccade.call import Call, aligned
 
 def aligned_rows(launches: Launches, x: Tensor) -> TensorArgs:
     """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
-    and Triton 3.6 miscompiles some such tiles: docs/findings/triton.md.)"""
+    and Triton 3.6 miscompiles some such tiles: notes/triton.md.)"""
     return TensorArgs.of(x if aligned(x) else padded(launches, x))
 
 

@@ -21,7 +21,7 @@ from saccade.backends.device.tiles import head, load_tile, logits, power, store_
 def table_stages(reads, block_d):
     """Stages of loops that may read tables of distances, in few tiles; None: those of the launch. Tables pass shared
     memory too, and with three stages they take the place of another program, which costs the other loop 5 to 30 %
-    (docs/findings/scores.md)."""
+    (notes/scores.md)."""
     return 2 if reads and block_d <= 128 else None
 
 

@@ -39,7 +39,7 @@ MIN_PAGE_ROWS = 8
 LEAST_ROWS, LEAST_EIGHT_BIT_ROWS = 17, 64
 """Mean query rows of a sequence and a key head: with fewer the memory decides, and `triton` is as fast or faster."""
 LEAST_ITEMS = 64
-"""Work items, or parts of their keys: with fewer half of an H200 is idle (docs/findings/triton.md)."""
+"""Work items, or parts of their keys: with fewer half of an H200 is idle (notes/triton.md)."""
 
 
 def refusals(call: Call, gradient: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 A stage is full when its bulk copies have landed, which an mbarrier counts. It is empty when all of its readers have
 said so: named hardware barriers, as an arrival at an mbarrier costs a barrier over the whole reading group (4 % of the
-forward at d = 128; docs/findings/gluon.md). Triton's own barriers have the numbers 0 to 5.
+forward at d = 128; notes/gluon.md). Triton's own barriers have the numbers 0 to 5.
 """
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.

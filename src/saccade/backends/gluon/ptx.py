@@ -122,7 +122,7 @@ def count_up(counter, ORDER: gl.constexpr):
     """Adds 1 to an int32 in global memory and returns what it was, to all of one warp.
 
     gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
-    (docs/findings/gluon.md).
+    (notes/gluon.md).
     """
     text: gl.constexpr = _count_text(ORDER, True)
     address = counter.to(gl.int64, bitcast=True)

@@ -124,7 +124,7 @@ def one_by_one(x, combine: gl.constexpr):
     """Combines the last axis of x [M, L, N], all of it in registers, from its first element to its last: [M, L].
 
     gl.reduce does that in Triton 3.6, but makes a tree in 3.9, of which ptxas makes a longer way from the products to
-    the last weight (docs/findings/gluon.md).
+    the last weight (notes/gluon.md).
     """
     M: gl.constexpr = x.shape[0]
     L: gl.constexpr = x.shape[1]

@@ -2,7 +2,7 @@
 
 Triton encodes a kernel's descriptors of bulk copies in Python, going over all arguments for it: a third of what a small
 call costs the host. Here later launches encode them from what the first one knew, and Triton's launcher gets them as
-it would from its own wrapper (docs/findings/gluon.md).
+it would from its own wrapper (notes/gluon.md).
 """
 
 # pyright: reportCallIssue=false

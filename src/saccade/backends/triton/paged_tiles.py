@@ -94,7 +94,7 @@ def _first_keys(BLOCK_K: tl.constexpr, SLICES: tl.constexpr):
 def pages_of(kv, start, BLOCK_K: tl.constexpr):
     """The pages of keys [start, start + BLOCK_K): one of all, [slices, 1], or one for each key; 0 from `keys` on. Not
     `_known` yet if they are to be fetched a step ahead: Triton does so with what comes from a load, and with nothing
-    else. Where that pays and where it costs was measured (docs/findings/triton.md): always where v is part of k.
+    else. Where that pays and where it costs was measured (notes/triton.md): always where v is part of k.
     """
     whole: tl.constexpr = _in_one_page(kv.size, BLOCK_K // kv.slices)
     kv_idx = start + (_first_keys(BLOCK_K, kv.slices) if whole else keys_of_tile(BLOCK_K, kv.slices))

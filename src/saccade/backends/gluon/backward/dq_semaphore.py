@@ -44,7 +44,7 @@ def acquire(semaphore, piece, kv_blocks, block, q_block, WARPS: gl.constexpr):
 def release(semaphore, piece):
     """Lets the next program add to this piece. Called when the own addition is in the L2 cache, where the next one and
     this count happen too, so that no fence is between them: it would wait for all that the multiprocessor has on its
-    way, in every step (0.81 of the speed without an order against 0.94, causal; docs/findings/gluon_backward.md)."""
+    way, in every step (0.81 of the speed without an order against 0.94, causal; notes/gluon_backward.md)."""
     add_one(semaphore.counts + piece)
 
 

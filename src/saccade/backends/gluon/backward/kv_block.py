@@ -54,7 +54,7 @@ class KVBlock:
     after them, do not"""
 
     # Two loops over all steps, one with the mask and one without: a nest of loops over heads and over the parts of
-    # their rows cost 15 % at d = 64 (docs/findings/gluon_backward.md).
+    # their rows cost 15 % at d = 64 (notes/gluon_backward.md).
 
     @gluon.jit
     def steps(self, group):

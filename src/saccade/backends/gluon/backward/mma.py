@@ -2,7 +2,7 @@
 
 A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
 while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
-`ds` and `dq` would make them meet. docs/findings/gluon_backward.md has what each choice was worth.
+`ds` and `dq` would make them meet. notes/gluon_backward.md has what each choice was worth.
 
 Products are accumulated onto -lse / scale and -delta instead of zeros where that is cheaper (FOLD), and the mask is
 part of that start. Blocks with and without the mask have loops of their own: a branch between products in flight cost

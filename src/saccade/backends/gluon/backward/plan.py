@@ -45,7 +45,7 @@ TABLE_BYTES = 20
 
 L2_BYTES = 32 << 20
 """What stays in the cache beside the keys: q, dout and dq_accum of the heads of packed sequences whose kv blocks take
-turns (docs/findings/distributed.md)."""
+turns (notes/distributed.md)."""
 
 
 @dataclass(frozen=True)

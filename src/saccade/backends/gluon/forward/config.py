@@ -69,7 +69,7 @@ def parts_of_out(d_v: int, config: ForwardConfig, size: int = 2) -> tuple[int, i
     if size == 1:
         return config.parts, columns // config.parts
     last = 1 << (d_v - columns // 2 - 1).bit_length()
-    # A product of 16 columns is too small: of d_v = 72 and 80 it cost 7 and 3 % (docs/findings/gluon.md).
+    # A product of 16 columns is too small: of d_v = 72 and 80 it cost 7 and 3 % (notes/gluon.md).
     return (2, last) if columns >= 128 and 32 <= last < columns // 2 else (1, columns)
 
 
@@ -111,7 +111,7 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
     reads = "interval" in spec.mask or spec.layout != "dense"
     if reads and not listed and config.registers == 232:
         # The producer reads bounds, lengths or pages. With fewer registers, spilled or not, ptxas moves p about in the
-        # consumers' loops (docs/findings/gluon.md).
+        # consumers' loops (notes/gluon.md).
         registers, loader = (208, 88) if spec.d <= 128 else (224, 56)
         config = replace(config, registers=registers, loader_registers=loader)
     if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
@@ -128,7 +128,7 @@ HALF_TILES = ForwardConfig(2, 64, 3, 2, 0, 232, 40)
 def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     """Score functions need registers: 64 of them for the values of a table alone, where a tile has 128 keys."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
-    if score == "tile":  # of 128 keys where there is room for two (docs/findings/scores.md)
+    if score == "tile":  # of 128 keys where there is room for two (notes/scores.md)
         narrow = (128, 3, 2, 0, 232, 40) if wide <= 64 else (128, 2, 1, 0, 232, 40)
         shape = narrow if wide <= 128 else (64, 2, 1, 0, 240, 32)
         return ForwardConfig(CAPTURED_CONSUMERS, *shape, SCORE_SPILL)
@@ -158,7 +158,7 @@ def dropping(config: ForwardConfig, spec: Spec, score: str) -> ForwardConfig:
 
 def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConfig:
     """Of 8-bit operands: products with the values have registers of their own, beside the sums. Three consumers in
-    turns are faster than two that overlap their own products (docs/findings/fp8.md), but have registers for plain calls
+    turns are faster than two that overlap their own products (notes/fp8.md), but have registers for plain calls
     alone."""
     wide = max(chunks(spec.d) * chunk(spec.d), block_dv(spec.d_v))
     if spec.layout in ("paged", "ranges"):

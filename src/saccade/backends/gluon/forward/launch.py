@@ -49,10 +49,10 @@ PACKED_GAIN = 1.02
 """The same of packed sequences, whose lengths are not known here: each has half a tile that is empty."""
 SHORT_GAIN = 1.1
 """Two consumers work where a program has so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at 1.125
-0.93 to 1.01 (docs/findings/gluon.md)."""
+0.93 to 1.01 (notes/gluon.md)."""
 LATE_ROUNDS = 16
 """Items of each program up to which it draws late where keys come: 3 % faster at 8, 0.5 to 1.5 % slower at 31
-(docs/findings/distributed.md)."""
+(notes/distributed.md)."""
 
 
 def forward(

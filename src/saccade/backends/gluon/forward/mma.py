@@ -113,7 +113,7 @@ def no_sums(pipe):
 @gluon.jit
 def issue_part(pipe, state, stage, PART: gl.constexpr):
     """Starts acc += p v in the columns of PART; p comes from registers. Of 8-bit operands p v alone: the tensor cores
-    add 8-bit products up in so few bits that the sum of a long row would be lost (docs/findings/fp8.md)."""
+    add 8-bit products up in so few bits that the sum of a long row would be lost (notes/fp8.md)."""
     START: gl.constexpr = PART * (pipe.shape.BLOCK_DV // pipe.shape.DV_PARTS)
     WIDTH: gl.constexpr = width_of_part(PART, pipe.shape.DV_PARTS, pipe.shape.BLOCK_DV, pipe.shape.DV_LAST)
     acc = state.acc[PART]
@@ -260,7 +260,7 @@ def run_of_tiles(
 def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
     """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
     first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
-    more, as does one in the backward (docs/findings/gluon.md)."""
+    more, as does one in the backward (notes/gluon.md)."""
     place = item.end - 1
     if rows.rule.mask.lower:
         edge = gl.minimum(item.core_end, place)

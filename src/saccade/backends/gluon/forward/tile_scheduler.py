@@ -14,12 +14,12 @@ from saccade.backends.gluon.shim import aggregate
 
 L2_BYTES = 36 << 20
 """K and V of the heads that are worked on at one time: of what the L2 cache of an H200 holds a little more than half
-(docs/findings/gluon.md)."""
+(notes/gluon.md)."""
 
 FEW = tl.constexpr(4)
 """Rounds, in each of which a program has one item, that have a fixed order."""
 LATE = tl.constexpr(4)
-"""Tiles of keys before the last of an item, at which the next item is drawn in more rounds (docs/findings/gluon.md)."""
+"""Tiles of keys before the last of an item, at which the next item is drawn in more rounds (notes/gluon.md)."""
 
 
 @aggregate

@@ -8,7 +8,7 @@ DIMS = 576, 512
 """d and d_v: what DeepSeek's models keep of a token."""
 LEAST_ROWS = 17
 """Query rows of a sequence and a key head. Up to 16 memory bandwidth decides, and `triton` has more programs under way;
-above, these tiles of 64 rows are faster than its, even half empty (docs/findings/gluon_latent.md)."""
+above, these tiles of 64 rows are faster than its, even half empty (notes/gluon_latent.md)."""
 
 
 def applies(call: Call) -> bool:

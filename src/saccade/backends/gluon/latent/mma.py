@@ -146,7 +146,7 @@ def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
     """The state after the other consumer's tile n - 1 and its own tile n.
 
     The values of the one come between the first scores of the other and the rest: so they wait for no copy of keys, and
-    their stage is free soon (docs/findings/gluon_latent.md).
+    their stage is free soon (notes/gluon_latent.md).
     """
     s = issue_first(c, pipe, n)
     state = others_tile(c, pipe, state, n - 1)

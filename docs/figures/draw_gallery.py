@@ -1,14 +1,13 @@
-"""Draws `gallery-light.png` and `gallery-dark.png` beside this file: `python docs/draw_gallery.py`."""
+"""Draws `gallery-light.png` and `gallery-dark.png` in docs/: `python docs/figures/draw_gallery.py`."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from PIL import Image
-from themes import STYLES, styled
+from themes import DOCS, STYLES, styled
 
 from saccade.testing.gallery import NAMES, made
 
@@ -27,7 +26,7 @@ def draw(theme: str) -> None:
     figure.savefig(drawn, dpi=70, transparent=False)
     plt.close(figure)
     few_colours = Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=16)
-    few_colours.save(Path(__file__).with_name(f"gallery-{theme}.png"), optimize=True)
+    few_colours.save(DOCS / f"gallery-{theme}.png", optimize=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draws `serving-light.svg` and `serving-dark.svg` beside this file: `python docs/draw_serving.py`."""
+"""Draws `serving-light.svg` and `serving-dark.svg` in docs/: `python docs/figures/draw_serving.py`."""
 
 from __future__ import annotations
 

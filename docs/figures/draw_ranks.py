@@ -1,4 +1,4 @@
-"""Draws `ranks.svg` beside this file: `python docs/draw_ranks.py`. Rows are benchmarks/tables/*/*-ranks-*.jsonl.
+"""Draws `ranks.svg` in docs/: `python docs/figures/draw_ranks.py`. Rows are benchmarks/tables/*/*-ranks-*.jsonl.
 
 One picture for each cell: the share of ideal that one call keeps over 1, 2, 4 and 8 GPUs by `pull`. Filled points are
 measured, the geometric mean over batches of documents; lines, and open points where nothing was measured, are what the
@@ -17,10 +17,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from predictions import rows
-
+from benchmarks.predictions import rows
 from benchmarks.rank_cells import cells, methods, predicted
 
 CELLS = {
@@ -94,7 +93,7 @@ def main() -> None:
         ax.set_xlabel("H200s of one host", fontsize=9)
     figure.supylabel("share of ideal", fontsize=9)
     legend(figure)
-    figure.savefig(Path(__file__).with_name("ranks.svg"), metadata={"Date": None})
+    figure.savefig(Path(__file__).parents[1] / "ranks.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Draws what a GPU does in decoding steps, from a trace of `examples/serve_decode.py`:
 
     python examples/serve_decode.py --slots 64 --layers 8 --profile trace.json
-    python docs/draw_steps.py trace.json
+    python docs/figures/draw_steps.py trace.json
 
-The picture is `steps.svg` beside this file: the host's launches of graphs, and below them every kernel.
+The picture is `steps.svg` in docs/: the host's launches of graphs, and below them every kernel.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def draw(steps: Steps, path: Path) -> None:
 def main() -> None:
     given, *target = map(Path, sys.argv[1:])
     steps = Steps.of(json.loads(given.read_text()))
-    path = target[0] if target else Path(__file__).with_name("steps.svg")
+    path = target[0] if target else Path(__file__).parents[1] / "steps.svg"
     draw(steps, path)
     print(f"{len(steps.kernels)} kernels in {len(steps.launches)} steps, busy {steps.busy():.1%}, gaps of up to "
           f"{steps.under_way().gaps()[-1]:.1f} us under way: {path}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Draws what `speed.md` shows, light and dark, from committed rows: `python docs/draw_speed.py`.
+"""Draws the speed shown in `performance.md`, light and dark, from committed rows: `python docs/figures/draw_speed.py`.
 
 - speed-*.svg: TFLOP/s over the length, forward and backward, beside peers and the ceiling of a matrix product
 - decode-*.svg: GB/s of decoding over pages, beside FlashAttention-3 and a device copy
@@ -16,11 +16,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from themes import STYLES, save, styled
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.harness.rows import BenchRow, latest, read
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 TABLES = ROOT / "benchmarks" / "tables"
 COLORS = {

@@ -1,7 +1,7 @@
 """What 8 bits lose, on a CPU in float64: docs/fp8-light.svg and docs/fp8-dark.svg, from rows.
 
-python docs/draw_fp8.py
-python docs/draw_fp8.py measure  # makes benchmarks/tables/cpu/fp8-errors.jsonl anew before, and prints a table
+python docs/figures/draw_fp8.py
+python docs/figures/draw_fp8.py measure  # makes benchmarks/tables/cpu/fp8-errors.jsonl anew before, and prints a table
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from saccade import attention, quantize
 from saccade.descale import factors
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "tables" / "cpu" / "fp8-errors.jsonl"
 H, S, D = 2, 4096, 128
 MADE = {

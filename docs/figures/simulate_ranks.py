@@ -1,8 +1,8 @@
 """The table of docs/distributed.md: what plans of packed documents keep of one GPU's speed, by the model of
 `saccade.distributed.estimates`.
 
-    python docs/simulate_ranks.py             # 8, 64 and 512 ranks: a minute
-    python docs/simulate_ranks.py --seeds 1   # of one batch each
+    python docs/figures/simulate_ranks.py             # 8, 64 and 512 ranks: a minute
+    python docs/figures/simulate_ranks.py --seeds 1   # of one batch each
 
 Lengths are drawn as MagiAttention's benchmark draws them (https://github.com/SandAI-org/MagiAttention, exps/dist_attn):
 a table of intervals with their weights, no document longer than a quarter of the batch. Causal, 64 query and 8 key

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 STYLES = {
     "light": {"ink": "#24292f", "grid": "#d0d7de"},
     "dark": {"ink": "#c9d1d9", "grid": "#444c56"},

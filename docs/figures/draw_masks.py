@@ -1,4 +1,4 @@
-"""Draws `masks-light.svg` and `masks-dark.svg` beside this file: `python docs/draw_masks.py`."""
+"""Draws `masks-light.svg` and `masks-dark.svg` in docs/: `python docs/figures/draw_masks.py`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urldefrag
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SITE, SHOTS = ROOT / "site", ROOT / "site-screenshots"
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
