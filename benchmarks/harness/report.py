@@ -1,4 +1,4 @@
-"""Tables from committed rows: `python -m benchmarks.harness.report README.md docs/speed.md …`.
+"""Tables from committed rows: `python -m benchmarks.harness.report README.md docs/performance.md …`.
 
 A page says where a table goes and what it selects:
 

@@ -1,4 +1,4 @@
-"""Draws what `hopper.md` shows, light and dark: `python docs/figures/draw_hopper.py`.
+"""Draws how the Hopper kernel works, for `performance.md`, light and dark: `python docs/figures/draw_hopper.py`.
 
 - roles-*.svg: who is in a program of the forward, what lies in shared memory, and which barriers are between
 - schedule-*.svg: what the tensor cores and the other units do while two consumers work on their tiles
