@@ -129,12 +129,3 @@ def test_figures_are_those_of_rows(page):
     """Tables between `<!-- bench … -->` or `<!-- speedups … -->` and their ends."""
     told = report.updated(page, ROOT / "benchmarks" / "results")
     assert page.read_text(encoding="utf-8") == told, "run `python -m benchmarks.harness.report README.md docs/*.md`"
-
-
-def test_tree_is_true():
-    """The README's tree names what src/saccade holds, all of it and nothing else."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"^  (\w+(?:\.py|/)) ", readme, re.MULTILINE))
-    files = {path.name for path in (ROOT / "src/saccade").glob("[!_]*.py")}
-    folders = {f"{path.parent.name}/" for path in (ROOT / "src/saccade").glob("*/*.py")}
-    assert named == files | folders
