@@ -6,6 +6,8 @@ there. Another reads each sequence's own pages. Their results merge by the LSE. 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -207,7 +209,8 @@ def forward(call: Call, planned: list[Part], lse: bool) -> Outputs:
     if together is not None:
         # The prefix last: it leaves more to add up, which is read again soon.
         return together(call, [(part, plan.launches) for plan, part in reversed(planned)], lse)
-    (a, lse_a, top_a), (b, lse_b, top_b) = (_run(*part) for part in planned)
+    results: Any = [plan.module.run_forward(part, plan.launches, True) for plan, part in planned]
+    (a, lse_a, top_a), (b, lse_b, top_b) = results
     if call.layout.cu_seqlens_q is None:
         shape = call.q.shape[0], call.q.shape[2]
         a, lse_a = (x[0].unflatten(1, shape).transpose(0, 1) for x in (a, lse_a))
@@ -233,9 +236,3 @@ def explanation(call: Call, backend: str) -> str:
         f"shared pages: {common} reads the first {n} pages once for all {layout.sequences} sequences, and {own} those "
         f"after them: up to {saved:.1f} MB of keys and values less to read, for one more call"
     )
-
-
-def _run(plan: dispatch.Plan, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    out, lse, top = plan.module.run_forward(call, plan.launches, True)
-    assert lse is not None
-    return out, lse, top

@@ -125,6 +125,7 @@ class Saved:
 
 Launches = dict[Any, Any]
 """What a backend keeps for Calls of one key, such as compiled kernels and grids; no tensors. A Plan's."""
+Part = tuple[Call, Launches]
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out (b, h_q, s_q, d_v); lse (b, h_q, s_q), which a backend may give unasked; and the largest score of each row,
 (b, h_q, s_q), where `call.max_scores` asks for it."""
@@ -224,11 +225,9 @@ class Backend(Protocol):
     # def outrun(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
-    # def run_parts(self, call: Call, parts: Sequence[tuple[Call, Launches]], lse: bool) -> Outputs: see
-    # `shared_pages.py`.
+    # def run_parts(self, call: Call, parts: Sequence[Part], lse: bool) -> Outputs: see shared_pages.
 
-    # One whose kernel waits for keys that come while it runs has WAITS_FOR_KEYS = True, and a run_forward with the
-    # keyword `arrivals: Arrivals | None = None`.
+    # One whose kernel can wait for keys has WAITS_FOR_KEYS, and a keyword `arrivals` of run_forward.
 
     def workspace(self, spec: Spec) -> str:
         """One line on the memory that a call needs besides its outputs."""

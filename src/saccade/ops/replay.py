@@ -387,6 +387,6 @@ def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Fo
 
 def of_call(call: Call, backend: str, lse: bool) -> Found | None:
     """A Call that was not found by its arguments."""
-    if call.given is None or call.first_b:
+    if call.given is None:
         return None
     return of_operator("forward", flatten(call, backend), lse, out=call.given[3])

@@ -67,17 +67,16 @@ def common_arguments(
 def tile_arguments(
     call: Call,
     launches: Launches,
-    block_q: int,
-    block_k: int,
+    blocks: tuple[int, int],
     by_keys: bool = False,
     fast: bool = False,
     reads: bool = True,
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
-    packed tiles. reads: whether it reads enough scores for tables of distances."""
-    mask = block_lists.record(call, launches, block_q, block_k, by_keys)
+    packed tiles. blocks: BLOCK_Q and BLOCK_K; reads: whether it reads enough scores for tables of distances."""
+    mask = block_lists.record(call, launches, *blocks, by_keys)
     ragged = call.layout.ragged_keys
-    table = sequences.table(call, launches, by_keys, block_k if by_keys else block_q) if ragged else None
+    table = sequences.table(call, launches, by_keys, blocks[by_keys]) if ragged else None
     distances = distance_tables.tables(call, launches, fast) if reads else ()
     return common_arguments(call, mask, table, fast, distances)
 

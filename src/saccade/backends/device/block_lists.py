@@ -25,7 +25,7 @@ from saccade.backends.device.block_lists_kernel import (
     ranks_kernel,
     tile_states_kernel,
 )
-from saccade.backends.device.launch import Launch, cached_launch
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import runtime_int
 from saccade.bounded_cache import derived
 from saccade.call import Call
@@ -62,9 +62,7 @@ def states(call: Call, launches: Launches) -> Tensor:
     return tile_states
 
 
-def states_launch(
-    call: Call, launches: Launches, states: Tensor, table: Tensor | None
-) -> tuple[Launch, tuple[Any, ...]]:
+def states_launch(call: Call, launches: Launches, states: Tensor, table: Tensor | None) -> GivenLaunch:
     """The kernel that fills states, and its arguments; packed sequences have a table of q tiles."""
     b, h, n_q, n_k = states.shape
     kernel, grid = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN), 1, 1)
@@ -118,7 +116,7 @@ def lists_launch(
     blocks: tuple[int, int],
     by_keys: bool,
     table: Tensor | None,
-) -> tuple[Launch, tuple[Any, ...]]:
+) -> GivenLaunch:
     """The kernel that fills index and count, and its arguments. The lists of packed sequences are in the order of the
     table: see `block_lists_kernel.block_number`."""
     b, h, n_q, n_k = states.shape
@@ -163,9 +161,7 @@ def ranks(launches: Launches, lists: BlockLists, blocks: int, table: Tensor | No
     return made
 
 
-def ranks_launches(
-    launches: Launches, made: Tensor, lists: BlockLists, table: Tensor | None
-) -> list[tuple[Launch, tuple[Any, ...]]]:
+def ranks_launches(launches: Launches, made: Tensor, lists: BlockLists, table: Tensor | None) -> list[GivenLaunch]:
     """The kernels that turn zeros into ranks, and their arguments."""
     *heads, outers, blocks = made.shape
     n, inners = math.prod(heads), lists.index.shape[3]

@@ -130,8 +130,8 @@ def _accumulate(
 ) -> Accumulate:
     if call.scoreless:
         return lambda add, sums: None
-    operands = tensors(call, launches, saved)
-    arguments = tile_arguments(call, launches, *recompute_blocks(call), fast=fast)
+    blocks, operands = recompute_blocks(call), tensors(call, launches, saved)
+    arguments = tile_arguments(call, launches, blocks, fast=fast)
     scatter = scores.scatter(call, wanted, alone, fast)
     near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
     key = tuple(wanted), alone, fast, near, precision(), *specialised(operands[3:5], operands[5:])

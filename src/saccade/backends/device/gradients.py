@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
 from saccade.backends import Launches, Saved
-from saccade.backends.device.launch import Launch, cached_launch, on_device
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device
 from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import head
 from saccade.call import Call, aligned
@@ -41,7 +41,7 @@ COPIED = 4096
 """Numbers of one program of `copy_kernel`."""
 
 
-def copy_launch(launches: Launches, x: Tensor, copy: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def copy_launch(launches: Launches, x: Tensor, copy: Tensor) -> GivenLaunch:
     """The kernel that copies x, and its arguments: integers of as many bits, whatever the numbers are."""
     b, h, s, d = x.shape
     block = min(triton.next_power_of_2(d), COPIED)
@@ -90,9 +90,7 @@ def sink_gradient(call: Call, launches: Launches, saved: Saved, delta: Tensor | 
     return dsink
 
 
-def sink_launch(
-    launches: Launches, sink: Tensor, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor
-) -> tuple[Launch, tuple[Any, ...]]:
+def sink_launch(launches: Launches, sink: Tensor, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor) -> GivenLaunch:
     """The kernel that fills dsink, and its arguments."""
     b, h_q, s_q = rows.shape
     launch = cached_launch(launches, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))

@@ -65,6 +65,10 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": stages, **more}
 
 
+GivenLaunch = tuple[Launch, tuple[Any, ...]]
+"""A Launch and its arguments."""
+
+
 def cached_launch(launches: Launches, key: Any, make: Callable[[], Launch]) -> Launch:
     """The Launch that all Calls of one key share."""
     launch = launches.get(key)

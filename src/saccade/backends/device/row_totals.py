@@ -42,7 +42,7 @@ def divide_gradients(call: Call, launches: Launches, saved: Saved, fast: bool = 
         _, _, dout, weighted, *rows = operands[:6]
         key = "totals", fast, precision(), *specialised((dout, weighted), rows)
         launch = cached_launch(launches, key, lambda: recompute_launch(row_totals_kernel, call))
-        arguments = tile_arguments(call, launches, *recompute_blocks(call), fast=fast, reads=False)
+        arguments = tile_arguments(call, launches, recompute_blocks(call), fast=fast, reads=False)
         launch(call.q.device.index, (*operands, *arguments))
     return divided
 

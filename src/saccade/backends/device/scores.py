@@ -22,6 +22,9 @@ from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.linear import has_plateaus, linear_source, plateau_source
 
+LEAST_SCALE = 1e-6
+"""Below, numbers that are divided by the scale may leave float32."""
+
 
 class DeviceScore(NamedTuple):
     apply: Any

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches
-from saccade.backends.device.launch import Launch, cached_launch
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.call import Call
 
@@ -290,9 +290,7 @@ def table(call: Call, launches: Launches, side: int, block: int) -> Tensor:
     return tiles
 
 
-def order_launch(
-    call: Call, launches: Launches, tiles: Tensor, side: int, block: int
-) -> tuple[Launch, tuple[Any, ...]]:
+def order_launch(call: Call, launches: Launches, tiles: Tensor, side: int, block: int) -> GivenLaunch:
     """The kernel that fills the table, and its arguments."""
     direction = -1 if side else 1
     own, other = spans(call, tiles)[::direction]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from saccade import hardware
 from saccade.arrivals import Arrivals
-from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, score_workspace
+from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
 from saccade.backends.gluon.forward import splits
 from saccade.backends.gluon.latent import limits
 from saccade.call import Call
@@ -15,7 +14,7 @@ from saccade.masks import KINDS as MASKS
 from saccade.scores import Traced
 from saccade.spec import EIGHT_BIT_WORDS, Spec
 
-obstacle = hardware.triton_obstacle
+obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
     devices=("sm90",),
     dtypes=("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
@@ -95,13 +94,6 @@ def workspace(spec: Spec) -> str:
     if spec.layout == "paged":
         return "forward: 8 bytes for every stream, and where keys are split 4 bytes for each element of out and split"
     return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
-
-
-def recorder() -> Any:
-    """What notes a call to be repeated; None where Triton's interpreter runs it."""
-    from saccade.backends.device.replay import new_recorder
-
-    return new_recorder()
 
 
 def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | None = None) -> Outputs:

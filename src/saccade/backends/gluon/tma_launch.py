@@ -34,8 +34,6 @@ ELEMENTS = {
     torch.float8_e5m2: gl.float8e5,
 }
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-LEAST_SCALE = 1e-6
-"""Below, numbers that are divided by the scale may leave float32."""
 
 
 @dataclass

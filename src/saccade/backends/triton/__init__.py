@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from saccade import hardware
-from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, score_workspace
+from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Part, Saved, Support, device, score_workspace
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
 from saccade.descale import EIGHT_BITS
@@ -18,7 +17,7 @@ from saccade.spec import Spec
 
 WIDE_GRADIENTS = 132 << 10
 """Bytes that float32 gradients of WIDE head dims need."""
-obstacle = hardware.triton_obstacle
+obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
     dtypes=("fp16", "bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
@@ -54,13 +53,6 @@ def workspace(spec: Spec) -> str:
     return f"forward: none; backward: 8 bytes for every query row and head{score_workspace(spec)}"
 
 
-def recorder() -> Any:
-    """What notes a call to be repeated; None where Triton's interpreter runs it."""
-    from saccade.backends.device.replay import new_recorder
-
-    return new_recorder()
-
-
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     if call.layout.has_pages:
         from saccade.backends.triton import paged
@@ -71,7 +63,7 @@ def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     return launch.forward(call, launches, lse)
 
 
-def run_parts(call: Call, parts: Sequence[tuple[Call, Launches]], lse: bool) -> Outputs:
+def run_parts(call: Call, parts: Sequence[Part], lse: bool) -> Outputs:
     """The call over pages that is the sum of these over disjoint keys, and whose rows are theirs."""
     from saccade.backends.triton import paged
 

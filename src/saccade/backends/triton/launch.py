@@ -88,8 +88,6 @@ def backward(
 
 
 DELTA_ROWS = 32
-LEAST_SCALE = 1e-6
-"""Below, numbers that are divided by the scale may leave float32."""
 
 
 def operand(call: Call, launches: Launches, name: str, x: Tensor | None = None) -> TensorArgs:
@@ -130,7 +128,7 @@ def _tile_arguments(name: str, call: Call, launches: Launches, tile: TileConfig)
     by_keys = name in BY_KEYS
     if by_keys and call.layout.starts_k is not None:  # its programs own no sequence's block
         return common_arguments(call, masks.record(call))
-    return tile_arguments(call, launches, tile.block_q, tile.block_k, by_keys)
+    return tile_arguments(call, launches, (tile.block_q, tile.block_k), by_keys)
 
 
 def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
@@ -151,7 +149,7 @@ def rising(call: Call) -> bool:
     """Whether the largest product is the largest score, as the scale is not negative, and it was measured to pay: wider
     heads were 1 % slower. What functions add is divided by the scale."""
     q, v = call.q, call.v
-    least = 0 if call.score is None else LEAST_SCALE
+    least = 0 if call.score is None else scores.LEAST_SCALE
     return call.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
 
 

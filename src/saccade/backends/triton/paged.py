@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.alignment import ALIGNMENT
-from saccade.backends import Launches, Outputs
+from saccade.backends import Launches, Outputs, Part
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
@@ -161,9 +161,6 @@ def _sliced(call: Call, rows: int, block_k: int) -> TileConfig:
     if half >= LEAST_SLICED and programs < FULL:
         return TileConfig(block_q, half, 4, 4)
     return TileConfig(block_q, block_k, 4, 3)
-
-
-Part = tuple[Call, Launches]
 
 
 def forward(call: Call, parts: Sequence[Part], lse: bool = True) -> Outputs:

@@ -22,7 +22,7 @@ from saccade.backends.gluon.backward.capture import BackwardCapture
 from saccade.backends.gluon.backward.dq_semaphore import DQSemaphore, rank_kernel
 from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan, share_by_share
 from saccade.backends.gluon.forward.config import SHARED_BYTES
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, counter
+from saccade.backends.gluon.tma_launch import counter
 from saccade.call import Call, aligned
 from saccade.layouts import empty_like_rows
 
@@ -59,7 +59,14 @@ def backward(
     with on_device(q):
         dout, out = bulk_rows(launches, saved.dout), bulk_rows(launches, saved.out)
         # What the compiled kernels depend on besides the Call's key.
-        key = "backward", saved.dlse is None, call.scale > LEAST_SCALE, levels is None, dout.stride(), out.stride()
+        key = (
+            "backward",
+            saved.dlse is None,
+            call.scale > scores.LEAST_SCALE,
+            levels is None,
+            dout.stride(),
+            out.stride(),
+        )
         key = *key, captured and captured.key
         plan = launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None)

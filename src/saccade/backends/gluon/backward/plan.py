@@ -26,7 +26,7 @@ from saccade.backends.gluon.backward.share_sums import TILE, share_sums_kernel
 from saccade.backends.gluon.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
 from saccade.backends.gluon.forward.config import SHARED_BYTES
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, shape_of
+from saccade.backends.gluon.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
 from saccade.scores import Traced
 
@@ -178,7 +178,7 @@ class BackwardPlan:
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
         listed = call.mask is not None and call.mask.listed
         spills = listed or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
-        plain_scores = call.score is None and call.dropout is None and call.scale > LEAST_SCALE
+        plain_scores = call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
         masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
         section = SECTION if call.group == 1 else divided

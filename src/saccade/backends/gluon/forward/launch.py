@@ -37,7 +37,7 @@ from saccade.backends.gluon.forward.config import (
 from saccade.backends.gluon.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.gluon.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.gluon.forward.splits import MAX_SPLITS, key_splits
-from saccade.backends.gluon.tma_launch import LEAST_SCALE, OPTIONS, TMALaunch, counter, shape_of
+from saccade.backends.gluon.tma_launch import OPTIONS, TMALaunch, counter, shape_of
 from saccade.call import Call, aligned
 from saccade.layouts import Packed, Paged, empty_like_rows
 
@@ -233,6 +233,9 @@ def prepare(
             section = processors // packs
     items = blocks * b * h_k * packs
     numbers = blocks, b * h_k * packs, section, h_k, call.group, s_q, s_k
+    # Whether programs draw the next item when one is nearly done. Packed sequences take longer to open, which pays
+    # where keys come, the longest sequences first, and items are few.
+    draws_late = items <= LATE_ROUNDS * processors if arriving else is_sorted(call)
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
@@ -240,7 +243,7 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late(call, items / processors, arriving),
+        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late,
     }  # fmt: skip
     constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     grid = min(items * key_splits(call, processors), processors), 1, 1
@@ -252,12 +255,6 @@ def is_sorted(call: Call) -> bool:
     operands, whose tiles take too little time to hide what the producer does beside them."""
     causal = call.mask is not None and call.mask.kind == "causal"
     return causal and call.descale is None and not call.layout.tensors
-
-
-def draws_late(call: Call, rounds: float, arriving: bool) -> bool:
-    """Whether programs, which have so many items each, draw the next when one is nearly done. Packed sequences take
-    longer to open, which pays where keys come, the longest sequences first, and items are few."""
-    return rounds <= LATE_ROUNDS if arriving else is_sorted(call)
 
 
 def packed_sequences(call: Call) -> int | None:
@@ -326,4 +323,4 @@ def score_record(call: Call, tables: Sequence[Any] = (), captured: CapturedTile 
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
     score = scores.record(call, fast=True, tables=tables, brought=captured and captured.number)
-    return score if call.scale > LEAST_SCALE else scores.plainly(score)
+    return score if call.scale > scores.LEAST_SCALE else scores.plainly(score)

@@ -9,15 +9,13 @@ that are not in use, and whatever follows the last key of a packed sequence up t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches
-from saccade.backends.device.launch import Launch, cached_launch
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.sequences import block_of_rows, spans
 from saccade.backends.device.tiles import head
@@ -64,7 +62,7 @@ def empty(call: Call, device: torch.device) -> Tensor:
     return torch.empty(b, h_k, d, call.layout.tiles(s, BLOCK) * BLOCK, dtype=call.v.dtype, device=device)
 
 
-def transpose_launch(call: Call, launches: Launches, out: Tensor) -> tuple[Launch, tuple[Any, ...]]:
+def transpose_launch(call: Call, launches: Launches, out: Tensor) -> GivenLaunch:
     """The kernel that fills `out`, and its arguments."""
     b, h_k, s, d = call.v.shape
     blocks = out.shape[3] // BLOCK
