@@ -125,6 +125,7 @@ def test_the_sdist_holds_what_tests_need(built):
     with tarfile.open(built / f"saccade-{saccade.__version__}.tar.gz") as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"conftest.py", "Makefile", "LICENSE", "CITATION.cff", "tests/conftest.py", "mkdocs.yml"} <= names
+    assert {"tests/gate/__main__.py", "tests/emulator/launch.py", "benchmarks/harness/cli.py"} <= names
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= names
     assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= names
 
