@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness.machine import Run, folder
 from saccade import attention, window
-from saccade.spec import TORCH_DTYPES
+from saccade.call.spec import TORCH_DTYPES
 from saccade.testing import accuracy
 
 TABLES = Path(__file__).parent / "tables"

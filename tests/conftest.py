@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 import torch
 
-from saccade import hardware
 from saccade.backends.cpu import thread_pool, tiled
+from saccade.util import hardware
 
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
@@ -214,7 +214,7 @@ def fresh_process(forks, tmp_path):
     return run
 
 
-FORWARD_KERNELS = {"gluon": "gluon.forward.kernel", "triton": "triton.forward_kernel"}
+FORWARD_KERNELS = {"gluon": "hopper.forward.kernel", "triton": "triton.forward_kernel"}
 
 
 @pytest.fixture

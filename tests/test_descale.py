@@ -20,10 +20,10 @@ from saccade import (
     attention,
     causal,
     explain,
-    explanation,
     softcap,
     window,
 )
+from saccade.ops import explanation
 from saccade.testing import check
 
 KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from saccade import Spec, Unsupported, attention, explain, plan
-from saccade.backends import Support
+from saccade.backends import Support, backend_module
 from saccade.call import Call
-from saccade.dispatch import NAMES, plan_of, planned
-from saccade.dispatch import plan as plan_spec
+from saccade.ops.dispatch import NAMES, plan_of, planned
+from saccade.ops.dispatch import plan as plan_spec
 from saccade.scores import bind
 from saccade.testing.cases import NAMED
 
@@ -21,16 +21,16 @@ HOPPER = Spec.parse("bf16 group4 d128 causal aligned sm90")
 
 
 def declared(**changes) -> Support:
-    return replace(import_module("saccade.backends.gluon").SUPPORT, **changes)
+    return replace(import_module("saccade.backends.hopper").SUPPORT, **changes)
 
 
 @pytest.fixture
 def everywhere(monkeypatch):
     """No machine lacks anything, as far as backends say; what they declare still counts. Plans are made anew."""
-    from saccade import dispatch
+    from saccade.ops import dispatch
 
     for name in NAMES:
-        monkeypatch.setattr(import_module(f"saccade.backends.{name}"), "obstacle", lambda: None)
+        monkeypatch.setattr(backend_module(name), "obstacle", lambda: None)
     dispatch.plan.cache_clear()
     dispatch._plans.clear()
     yield monkeypatch
@@ -66,7 +66,7 @@ def test_alignment_is_no_reason_where_another_is():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backend_runs_its_plainest_call(name):
-    support = import_module(f"saccade.backends.{name}").SUPPORT
+    support = backend_module(name).SUPPORT
     device = support.devices[0].rstrip("+").replace("any", "cpu")
     assert support.reasons(support.plainest(device)) == []
 
@@ -74,7 +74,7 @@ def test_a_backend_runs_its_plainest_call(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_backward_runs_where_its_forward_does(name):
     """What a backward declares is part of what its forward does, and it is there."""
-    module = import_module(f"saccade.backends.{name}")
+    module = backend_module(name)
     if module.GRADIENT is None:
         assert not hasattr(module, "run_backward") or name == "reference"
         return
@@ -85,7 +85,7 @@ def test_a_backward_runs_where_its_forward_does(name):
 
 
 def test_forward_and_backward_may_be_two_backends(everywhere):
-    gluon = import_module("saccade.backends.gluon")
+    gluon = import_module("saccade.backends.hopper")
     everywhere.setattr(gluon, "GRADIENT", None)
     assert plan_spec(HOPPER).backend == "gluon"
     assert plan_spec(HOPPER, gradient=True).backend == "triton"
@@ -97,7 +97,7 @@ def test_forward_and_backward_may_be_two_backends(everywhere):
 
 
 def test_a_backend_takes_its_own_backward_as_far_as_that_goes(everywhere):
-    gluon = import_module("saccade.backends.gluon")
+    gluon = import_module("saccade.backends.hopper")
     everywhere.setattr(gluon, "GRADIENT", declared(max_d=128))
     for backend in ("auto", "gluon"):
         assert plan_spec(HOPPER, backend, gradient=True).backend == "gluon"
@@ -113,7 +113,7 @@ def test_a_backend_takes_its_own_backward_as_far_as_that_goes(everywhere):
 
 def test_without_any_backward_every_backend_says_so(everywhere):
     for name in NAMES:
-        everywhere.setattr(import_module(f"saccade.backends.{name}"), "GRADIENT", None)
+        everywhere.setattr(backend_module(name), "GRADIENT", None)
     with pytest.raises(Unsupported) as raised:
         plan_spec(HOPPER, gradient=True)
     assert str(raised.value).count(": has no backward") == 3
@@ -168,7 +168,7 @@ def test_planning_changes_nothing(everywhere):
 
 def test_auto_goes_on_where_a_problem_is_refused(everywhere):
     """By what no Spec says: the next backend is asked, and all of their reasons are told where none is left."""
-    from saccade import dispatch
+    from saccade.ops import dispatch
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
     everywhere.setattr(import_module("saccade.backends.cpu"), "refusals", lambda *a: ["not today"], raising=False)
@@ -186,7 +186,7 @@ def test_auto_goes_on_where_a_problem_is_refused(everywhere):
 
 def test_gradients_go_to_the_backward_that_is_planned(everywhere):
     """The operator asks for two Plans: a forward of `cpu` whose backward is another's."""
-    cpu, triton = (import_module(f"saccade.backends.{name}") for name in ("cpu", "triton"))
+    cpu, triton = (backend_module(name) for name in ("cpu", "triton"))
     asked = []
 
     def backward(call, launches, saved):
@@ -224,8 +224,8 @@ def test_where_an_operand_lies_is_known_of_each():
 
 def test_auto_leaves_calls_to_what_is_faster(everywhere):
     """Where that runs them; a name, a backward and a backend that is alone go on with the first."""
-    from saccade import dispatch
-    from saccade.explanation import Explanation
+    from saccade.ops import dispatch
+    from saccade.ops.explanation import Explanation
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
     everywhere.setattr(import_module("saccade.backends.cpu"), "outrun", lambda call: "it is late", raising=False)
@@ -257,7 +257,7 @@ def test_auto_leaves_calls_to_what_is_faster(everywhere):
 )
 def test_biases_of_every_score_of_few_columns_are_triton_s(d, shape, dtype, slower):
     from saccade import bias
-    from saccade.backends import gluon
+    from saccade.backends import hopper as gluon
 
     q, k, v = torch.randn(3, 1, 2, 9, d).bfloat16()
     call = Call(q, k, v, score=bind(bias(torch.randn(shape, dtype=dtype)), q))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from saccade import attention, causal, explain, merge
-from saccade.dropout import Dropout
+from saccade.call.dropout import Dropout
 
 STANDARD_ERRORS = 5
 """How far a mean may lie from what is expected: once in two million draws it does by chance."""

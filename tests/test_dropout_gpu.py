@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade import attention, causal
-from saccade.dropout import Dropout
+from saccade.call.dropout import Dropout
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, Case
 

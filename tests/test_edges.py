@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from saccade import Dense, attention, causal, documents, prefix, softcap, window
+from saccade.call.spec import TORCH_DTYPES
 from saccade.masks import Extent
-from saccade.spec import TORCH_DTYPES
 from saccade.testing import check
 from saccade.testing.cases import Case
 

@@ -12,13 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saccade import (
+from saccade import (  # fmt: skip
     Dense,
     Descale,
     Packed,
     Paged,
     Unsupported,
-    aliasing,
     alibi,
     attention,
     bias,
@@ -33,8 +32,9 @@ from saccade import (
     t5_bias,
     temperature,
     window,
-)  # fmt: skip
+)
 from saccade.compat.cudnn import score_callback
+from saccade.util import aliasing
 
 
 def plan(*call: Any, **keywords: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saccade.kept_memory import keep
+from saccade.util.kept_memory import keep
 
 
 class Seen(TorchDispatchMode):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import mask_mod, prefix, window
-from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
+from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan
 from saccade.call import Call
 from saccade.masks import Mask, as_mask
 from tests.gate.rows import device_mask

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from saccade import Dense, Descale, Paged, append_kv, attention, causal, mask_mod
+from saccade.call.partial import Partial
 from saccade.ops import replay
-from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import NAMED, Case
 

@@ -24,11 +24,11 @@ from saccade import (
     mask_mod,
     prefix,
     relative_bias,
-    shared_pages,
     softcap,
     window,
 )
 from saccade.call import Call
+from saccade.ops import shared_pages
 from saccade.testing import check
 
 H_Q, H_K, D, SIZE, SHARED = 4, 2, 16, 16, 4

@@ -19,10 +19,10 @@ from saccade import (
     interval,
     mask_mod,
     prefix,
-    shared_pages,
     softcap,
     window,
 )
+from saccade.ops import shared_pages
 from saccade.testing import check
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saccade import Dense, Spec, causal, documents, explain, softcap, window
-from saccade.spec import DTYPES, FLAGS
+from saccade.call.spec import DTYPES, FLAGS
 from saccade.testing.cases import SMALL
 
 

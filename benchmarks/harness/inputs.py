@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from saccade.call.spec import TORCH_DTYPES
 from saccade.layouts import Paged
-from saccade.spec import TORCH_DTYPES
 from saccade.testing import paged
 from saccade.testing.cases import Case, Inputs
 

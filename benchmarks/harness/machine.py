@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from saccade import hardware
 from saccade.testing.machine import device_name
+from saccade.util import hardware
 
 
 @dataclass(frozen=True)

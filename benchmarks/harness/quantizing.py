@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness.cost import Cost
-from saccade.quantization import PER
+from saccade.ops.quantization import PER
 from saccade.testing.cases import Case, Inputs
 
 _FLAGS = {"smooth": {"smooth_k": True}, "rotate": {"rotate": True}, "keys": {"v_order": "keys"}}

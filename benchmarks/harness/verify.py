@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.harness.grids import Cell
 from benchmarks.harness.providers.base import Prepared, Results
 from benchmarks.harness.quantizing import options
-from saccade.descale import BLOCK, EIGHT_BITS, NAMES
+from saccade.call.descale import BLOCK, EIGHT_BITS, NAMES
 from saccade.layouts import ORDERS, Dense, SequencePlace
-from saccade.quantization import Quantized
+from saccade.ops.quantization import Quantized
 from saccade.testing.accuracy import ErrorTally
 from saccade.testing.call_slice import At, CheckedCall, Precision
 from saccade.testing.cases import Inputs

@@ -17,7 +17,7 @@ from themes import STYLES, save, styled
 from torch import Tensor
 
 from saccade import attention, quantize
-from saccade.descale import factors
+from saccade.call.descale import factors
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "benchmarks" / "tables" / "cpu" / "fp8-errors.jsonl"

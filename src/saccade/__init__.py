@@ -7,14 +7,15 @@ torch.Size([1, 8, 256, 64])
 """
 
 from saccade.api import Explanation, attention, explain, plan
-from saccade.block_mask import block_mask
-from saccade.descale import Descale
-from saccade.dispatch import Plan, Unsupported
-from saccade.kv_cache import append_kv
+from saccade.call.descale import Descale
+from saccade.call.partial import Partial, Scored, merge
+from saccade.call.spec import Spec
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, window
-from saccade.partial import Partial, Scored, merge
-from saccade.quantization import Quantized, quantize
+from saccade.ops.block_mask import block_mask
+from saccade.ops.dispatch import Plan, Unsupported
+from saccade.ops.kv_cache import append_kv
+from saccade.ops.quantization import Quantized, quantize
 from saccade.scores import (
     CacheInfo,
     ScoreMod,
@@ -27,7 +28,6 @@ from saccade.scores import (
     t5_bias,
     temperature,
 )
-from saccade.spec import Spec
 
 __version__ = "0.1.0"
 

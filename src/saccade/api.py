@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops
+from saccade import ops
 from saccade.backends import Outputs
 from saccade.call import Call, check_call
-from saccade.descale import Descale
-from saccade.explanation import Explanation
+from saccade.call.descale import Descale
+from saccade.call.partial import Partial, Scored
+from saccade.call.spec import Spec
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
-from saccade.ops import replay
+from saccade.ops import dispatch, replay
+from saccade.ops.explanation import Explanation
 from saccade.ops.replay import Found
-from saccade.partial import Partial, Scored
-from saccade.spec import Spec
+from saccade.util import arguments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -121,7 +122,7 @@ def attention(
             scale and score_mod; for trainers that watch or clip it.
         deterministic: gradients bitwise equal from run to run; None follows
             `torch.are_deterministic_algorithms_enabled()`. The forward always is.
-        backend: "auto", or one name out of `saccade.dispatch.NAMES`: that backend runs or raises.
+        backend: "auto", or one name out of `saccade.ops.dispatch.NAMES`: that backend runs or raises.
         out: a tensor of the result's shape and dtype that it is written to, and that is returned; its last dimension
             is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
             another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saccade import arguments
 from saccade.api import attention
-from saccade.kv_cache import append_kv
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask
+from saccade.ops.kv_cache import append_kv
+from saccade.util import arguments
 
 __all__ = ["Attention"]
 

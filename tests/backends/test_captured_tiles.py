@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from saccade import Dense, causal, mask_mod, scores
 from saccade.backends import Saved
-from saccade.backends.gluon.backward.launch import captured_of
+from saccade.backends.hopper.backward.launch import captured_of
 from saccade.call import Call
 from saccade.masks import as_mask
 

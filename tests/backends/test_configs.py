@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 import torch
 
-from saccade import Packed, Spec, causal, configs
-from saccade.backends.gluon.forward import config as gluon
+from saccade import Packed, Spec, causal
+from saccade.backends import configs
+from saccade.backends.hopper.forward import config as gluon
 from saccade.backends.triton import config as triton
 from saccade.call import Call
 
@@ -68,7 +69,7 @@ def test_rows_are_of_tiles_and_not_of_dims(dtype):
 def test_candidates_of_hopper(d, d_v):
     """All of them fit, and the formula's is one of them, up to how registers are shared out."""
     pytest.importorskip("triton", reason="the extra [triton]")
-    from saccade.backends.gluon.tuning import rows
+    from saccade.backends.hopper.tuning import rows
 
     for row in rows([(d, d_v)]):
         found = list(row.candidates())
@@ -175,7 +176,7 @@ def test_kernels_without_room_have_fewer_stages(room, least, tried):
 def test_short_rows_have_two_consumers(rows, group, d, consumers):
     """Whose 128 rows they fill, where three have 192; with heads that share keys in one tile."""
     pytest.importorskip("triton", reason="the extra [triton]")
-    launch = import_module("saccade.backends.gluon.forward.launch")
+    launch = import_module("saccade.backends.hopper.forward.launch")
     q, k = torch.empty(1, 2 * group, rows, d).bfloat16(), torch.empty(1, 2, rows, d).bfloat16()
     call = Call(q, k, k)
     assert launch.for_rows(call, gluon.formula(64, 64), 1).consumers == consumers
@@ -195,7 +196,7 @@ def test_short_rows_have_two_consumers(rows, group, d, consumers):
 def test_few_tiles_have_two_consumers(b, h, s, mask, consumers):
     """Of which each of 132 programs has fewer rows: one tile of 192, or two of 128, in place of two of 192."""
     pytest.importorskip("triton", reason="the extra [triton]")
-    launch = import_module("saccade.backends.gluon.forward.launch")
+    launch = import_module("saccade.backends.hopper.forward.launch")
     q = torch.empty(b, h, s, 64, dtype=torch.bfloat16, device="meta")
     call = Call(q, q, q, mask=mask)
     assert launch.for_rows(call, gluon.formula(64, 64), 132).consumers == consumers
@@ -211,7 +212,7 @@ def test_few_tiles_have_two_consumers(b, h, s, mask, consumers):
 def test_heads_share_tiles_of_short_sequences(lengths, group, rows):
     """Each leaves half a tile empty in the mean, which counts where it has few."""
     pytest.importorskip("triton", reason="the extra [triton]")
-    launch = import_module("saccade.backends.gluon.forward.launch")
+    launch = import_module("saccade.backends.hopper.forward.launch")
     q, k = torch.empty(1, 2 * group, sum(lengths), 128).bfloat16(), torch.empty(1, 2, sum(lengths), 128).bfloat16()
     call = Call.of_views(q, k, k, Packed.from_lengths(lengths))
     assert launch.rows_of_a_consumer(call, 2) == rows

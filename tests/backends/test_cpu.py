@@ -10,9 +10,9 @@ import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
 from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling
-from saccade.bounded_cache import BoundedCache
-from saccade.spec import TORCH_DTYPES
+from saccade.call.spec import TORCH_DTYPES
 from saccade.testing import check
+from saccade.util.bounded_cache import BoundedCache
 
 pytestmark = pytest.mark.usefixtures("poison")
 

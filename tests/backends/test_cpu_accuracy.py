@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade import Paged, attention, causal, hardware, mask_mod, softcap
+from saccade import Paged, attention, causal, mask_mod, softcap
+from saccade.util import hardware
 
 PROCESSORS = "amx", "avx512_bf16", "none"
 ALLOWED = 1.2

@@ -13,10 +13,10 @@ from saccade import Dense, Unsupported, alibi, attention, bias, causal, explain,
 from saccade.backends import Saved, cudnn
 from saccade.backends.cudnn import graphs, launch
 from saccade.backends.cudnn.callbacks import GraphReplay, score_graph
+from saccade.backends.reference import attention as reference
+from saccade.backends.reference import operands, probability
 from saccade.call import Call
-from saccade.dispatch import BACKENDS, plan_of
-from saccade.reference import attention as reference
-from saccade.reference import operands, probability
+from saccade.ops.dispatch import BACKENDS, plan_of
 from saccade.scores import Graph, bind, data_type, score_callback
 from saccade.scores.callbacks.graph import CallbackRecording
 from saccade.testing import check

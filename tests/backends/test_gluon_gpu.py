@@ -304,7 +304,7 @@ def test_a_graph_replays_on_two_streams_in_turn() -> None:
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     """How many kernels have been compiled in this process."""
-    from saccade.backends.gluon.forward.kernel import forward_kernel
+    from saccade.backends.hopper.forward.kernel import forward_kernel
 
     return lambda: len(forward_kernel.device_caches[torch.cuda.current_device()][0])
 

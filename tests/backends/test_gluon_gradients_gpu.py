@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from saccade import Dense, attention, causal, dispatch, documents, prefix, softcap, window
+from saccade import Dense, attention, causal, documents, prefix, softcap, window
 from saccade.api import explain
-from saccade.backends.gluon.backward import launch as backward_launch
+from saccade.backends.hopper.backward import launch as backward_launch
 from saccade.masks import Mask
-from saccade.ops import replay
+from saccade.ops import dispatch, replay
 from saccade.testing.accuracy import check
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -325,7 +325,7 @@ def test_memory_around_the_tensors(d: int, d_v: int, mask: Mask | None, surround
 
 def test_workspace() -> None:
     """A backward takes dq's sums and two numbers of each row beside its results, and keeps none of it."""
-    from saccade.backends.gluon.backward.plan import BackwardConfig
+    from saccade.backends.hopper.backward.plan import BackwardConfig
 
     q, k, v = (x.requires_grad_() for x in operands(1, (8, 8), (4000, 4000), 128))
     dout = torch.randn_like(q)
@@ -464,9 +464,9 @@ def test_graph_replays_with_other_data() -> None:
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     """How many kernels of the backward have been compiled in this process."""
-    from saccade.backends.gluon.backward.dq_accum import postprocess_kernel, preprocess_kernel
-    from saccade.backends.gluon.backward.kernel import backward_kernel
-    from saccade.backends.gluon.backward.wide_kernel import wide_backward_kernel
+    from saccade.backends.hopper.backward.dq_accum import postprocess_kernel, preprocess_kernel
+    from saccade.backends.hopper.backward.kernel import backward_kernel
+    from saccade.backends.hopper.backward.wide_kernel import wide_backward_kernel
 
     kernels: tuple[Any, ...] = preprocess_kernel, backward_kernel, wide_backward_kernel, postprocess_kernel
     return lambda: sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)

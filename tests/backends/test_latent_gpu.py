@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade import Paged, attention, causal, explain
-from saccade.backends.gluon.latent import launch
+from saccade.backends.hopper.latent import launch
 from saccade.testing import check
 from saccade.testing.cases import Case
 from tests.support import draws

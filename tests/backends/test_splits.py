@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from saccade import Paged, causal
-from saccade.backends import gluon
-from saccade.backends.gluon.forward.splits import LEAST_KEYS, key_splits
+from saccade.backends import hopper as gluon
+from saccade.backends.hopper.forward.splits import LEAST_KEYS, key_splits
 from saccade.call import Call
 
 PROCESSORS = 132

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 
-from saccade.backends.gluon.tma_launch import TMALaunch, shape_of  # noqa: E402
+from saccade.backends.hopper.tma_launch import TMALaunch, shape_of  # noqa: E402
 
 SIGNATURE = {
     0: "tensordesc<bf16[64,64]>",

@@ -15,9 +15,11 @@ pytest.importorskip("typer", reason="the extra [cli]")
 from typer.testing import CliRunner
 
 import saccade
-from saccade import cli, dispatch, hardware
+from saccade import cli
 from saccade.cli.app import EXIT_CODES, app
+from saccade.ops import dispatch
 from saccade.testing import accuracy
+from saccade.util import hardware
 
 
 def run(*words: str):

@@ -14,9 +14,9 @@ pytest.importorskip("typer", reason="the extra [cli]")
 pytest.importorskip("triton")
 from typer.testing import CliRunner
 
-from saccade import configs
+from saccade.backends import configs
+from saccade.call.spec import Spec
 from saccade.cli.app import app
-from saccade.spec import Spec
 from saccade.testing import warm
 from saccade.testing.offline import cuda_library
 from saccade.testing.warm import Made, Task, TaskShape, call_of, case_of
@@ -27,7 +27,8 @@ from saccade.testing.offline import stand_in
 stand_in("sm80")
 import torch
 from triton import knobs
-from saccade import Dense, causal, dispatch
+from saccade import Dense, causal
+from saccade.ops import dispatch
 from saccade.call import check_call
 
 knobs.compilation.listener = lambda **what: print(what["src"].name, what["cache_hit"])
@@ -170,7 +171,7 @@ def test_wrong_shapes(tmp_path):
     ],
 )  # fmt: skip
 def test_a_problem_is_of_its_spec(text, monkeypatch):
-    monkeypatch.setattr("saccade.hardware.name", lambda device: "sm90")
+    monkeypatch.setattr("saccade.util.hardware.name", lambda device: "sm90")
     spec = Spec.parse(text)
     assert call_of(spec, TaskShape(2, 64, 64)).spec == spec
     assert case_of(spec, TaskShape(2, 64, 64)).name == str(spec)

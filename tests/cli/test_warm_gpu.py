@@ -38,7 +38,8 @@ for h in (2, 5):
 def test_a_process_that_compiles_nothing(tmp_path):
     from triton.backends.nvidia import driver
 
-    from saccade import configs, hardware
+    from saccade.backends import configs
+    from saccade.util import hardware
 
     device = hardware.name(torch.device("cuda", 0))
     blind = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

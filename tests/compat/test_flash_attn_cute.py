@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from saccade import Dense, Unsupported, attention, causal, mask_mod, softcap, window
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn_cute import flash_attn_func, flash_attn_varlen_func
-from saccade.partial import Partial
 from saccade.scores import ScoreMod
 from saccade.testing import check
 from saccade.testing.cases import Case

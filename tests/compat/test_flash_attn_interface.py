@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, Paged, append_kv, attention, causal, mask_mod, merge, softcap, window
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn_interface import (
     flash_attn_combine,
     flash_attn_func,
@@ -14,7 +15,6 @@ from saccade.compat.flash_attn_interface import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
 )
-from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import Case
 

@@ -11,7 +11,7 @@ import torch
 
 from saccade import Dense, Packed, attention, causal, window
 from saccade.compat.transformer_engine import DotProductAttention, module
-from saccade.dispatch import Unsupported
+from saccade.ops.dispatch import Unsupported
 
 H, D = 4, 8
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from saccade import Dense, attention
+from saccade.call.partial import Partial
 from saccade.distributed import plan
-from saccade.partial import Partial
 from saccade.testing import Case, check
 
 LENGTHS = (150, 5, 300, 1, 0, 70)

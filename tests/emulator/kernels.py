@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import hopper as nvidia_hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from saccade.backends.gluon import shim
+from saccade.backends.hopper import shim
 from tests.emulator import barriers, hopper
 from tests.emulator.language import GLUON, TRITON, Namespace, numbers
 from tests.emulator.values import OF_TORCH, Tensor, tensor

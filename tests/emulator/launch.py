@@ -12,9 +12,11 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from saccade import configs, dispatch, hardware
-from saccade.backends import gluon
-from saccade.backends.gluon import tma_launch
+from saccade.backends import configs
+from saccade.backends import hopper as gluon
+from saccade.backends.hopper import tma_launch
+from saccade.ops import dispatch
+from saccade.util import hardware
 from tests.emulator.kernels import Translator, tensors_in
 from tests.emulator.memory import GlobalMemory
 from tests.emulator.scheduler import Machine

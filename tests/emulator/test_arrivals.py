@@ -16,10 +16,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade import Packed, attention, causal, ops
-from saccade.arrivals import ArrivalArgs, Arrivals
-from saccade.backends.gluon.forward import load
-from saccade.backends.gluon.ptx import wait_for_copies
+from saccade.backends.hopper.forward import load
+from saccade.backends.hopper.ptx import wait_for_copies
 from saccade.call import check_call
+from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.distributed import arriving, plan
 from tests.emulator import emulated, inline_asm
 

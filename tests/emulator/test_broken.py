@@ -18,14 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from saccade import Packed, bias, causal
-from saccade.backends.gluon.backward import epilogue as epilogue_of_dq
-from saccade.backends.gluon.backward import load_persistent
-from saccade.backends.gluon.backward import pipeline as backward_pipeline
-from saccade.backends.gluon.backward.pipeline import DSExchange, Outbox
-from saccade.backends.gluon.forward import epilogue, load, mma
-from saccade.backends.gluon.pipeline import Ring, Slots
-from saccade.backends.gluon.ptx import barrier_arrive
-from saccade.backends.gluon.shim import tma_load, tma_reduce_add, view
+from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
+from saccade.backends.hopper.backward import load_persistent
+from saccade.backends.hopper.backward import pipeline as backward_pipeline
+from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
+from saccade.backends.hopper.forward import epilogue, load, mma
+from saccade.backends.hopper.pipeline import Ring, Slots
+from saccade.backends.hopper.ptx import barrier_arrive
+from saccade.backends.hopper.shim import tma_load, tma_reduce_add, view
 from saccade.testing import check
 from tests.emulator import Deadlock, EmulatorError, Race, emulated
 

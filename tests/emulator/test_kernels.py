@@ -13,9 +13,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
-from saccade.backends import gluon
-from saccade.backends.gluon.backward import capture, plan
-from saccade.backends.gluon.forward import splits
+from saccade.backends import hopper as gluon
+from saccade.backends.hopper.backward import capture, plan
+from saccade.backends.hopper.forward import splits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
@@ -242,7 +242,7 @@ def test_the_order_of_additions(d: int) -> None:
 @pytest.mark.parametrize("rows", [1, 300])
 def test_sections_of_packed_heads(monkeypatch: pytest.MonkeyPatch, rows: int, deterministic: bool) -> None:
     """A section has one key head of some sequences, and two of three of others; or one of all."""
-    plan = importlib.import_module("saccade.backends.gluon.backward.plan")
+    plan = importlib.import_module("saccade.backends.hopper.backward.plan")
     monkeypatch.setattr(plan, "L2_BYTES", rows * 2 * (128 * 2 + 64 * 4))
     torch.manual_seed(0)
     q, k, v = (torch.randn(530, h, 64, dtype=torch.bfloat16) for h in (6, 3, 3))

@@ -24,7 +24,6 @@ from saccade import (
     alibi,
     attention,
     bias,
-    block_sparsity,
     causal,
     documents,
     interval,
@@ -34,11 +33,12 @@ from saccade import (
     softcap,
     window,
 )
-from saccade.backends import gluon, triton
+from saccade.backends import block_sparsity, triton
+from saccade.backends import hopper as gluon
 from saccade.backends.device.replay import Recorder
-from saccade.backends.gluon.forward import splits
-from saccade.bounded_cache import derived
+from saccade.backends.hopper.forward import splits
 from saccade.layouts import Layout
+from saccade.util.bounded_cache import derived
 from tests.emulator import emulated
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import triton
 
-from saccade.arrivals import ArrivalArgs, Arrivals
+from saccade.backends.configs import table
 from saccade.backends.device import distance_tables
 from saccade.backends.device.scores import weight
-from saccade.backends.gluon.forward import launch, paged_tma, transpose
-from saccade.backends.gluon.forward.config import TWO_CONSUMERS, forward_config, key
-from saccade.configs import table
-from saccade.descale import EIGHT_BITS
-from saccade.spec import Spec
+from saccade.backends.hopper.forward import launch, paged_tma, transpose
+from saccade.backends.hopper.forward.config import TWO_CONSUMERS, forward_config, key
+from saccade.call.arrivals import ArrivalArgs, Arrivals
+from saccade.call.descale import EIGHT_BITS
+from saccade.call.spec import Spec
 from tests.gate import gluon_backward, gluon_latent
 from tests.gate.rows import DROPPED, GPU, SCORED, GateRow, device_mask, warmed
 

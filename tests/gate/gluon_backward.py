@@ -9,9 +9,9 @@ import torch
 
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, sequences
-from saccade.backends.gluon.backward.kernel import backward_kernel
-from saccade.backends.gluon.backward.launch import arguments, captured_of, level_sums_of, workspace
-from saccade.backends.gluon.backward.plan import BackwardConfig, BackwardPlan
+from saccade.backends.hopper.backward.kernel import backward_kernel
+from saccade.backends.hopper.backward.launch import arguments, captured_of, level_sums_of, workspace
+from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan
 from tests.gate.rows import DROPPED, SCORED, GateRow, device_mask, warmed
 
 ALLOWED = {

@@ -9,8 +9,8 @@ import torch
 
 from saccade.backends.device import masks, sequences
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.gluon.forward.launch import score_record
-from saccade.backends.gluon.latent import launch
+from saccade.backends.hopper.forward.launch import score_record
+from saccade.backends.hopper.latent import launch
 from saccade.call import Call
 from saccade.layouts import Paged
 from saccade.masks import causal, mask_mod

@@ -17,10 +17,10 @@ from saccade.backends.device import (
 )
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.records import runtime_int
-from saccade.backends.gluon.tma_launch import TMALaunch
+from saccade.backends.hopper.tma_launch import TMALaunch
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS, Factors
-from saccade.dropout import Dropout
+from saccade.call.descale import EIGHT_BITS, Factors
+from saccade.call.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
 from saccade.masks import Mask, causal, interval, mask_mod, window
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from saccade.backends.configs import table
 from saccade.backends.device import descale, distance_tables
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import launch
 from saccade.backends.triton.config import config, kernels, key
-from saccade.configs import table
-from saccade.spec import Spec
+from saccade.call.spec import Spec
 from tests.gate import shared, triton_others
 from tests.gate.rows import GPU, GateRow, device_mask, warmed
 from tests.gate.shared import SHARED

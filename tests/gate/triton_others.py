@@ -16,7 +16,7 @@ from saccade.backends.triton import quantize as quantizing
 from saccade.backends.triton import rank_sums as sums_of_ranks
 from saccade.backends.triton import spread_rows as spreading
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS, Factors
+from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.layouts import CacheSlots, Paged, empty_bytes
 from saccade.masks import causal, prefix, window
 from tests.gate.rows import warmed

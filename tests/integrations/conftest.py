@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import Packed, attention
-from saccade.partial import Partial
+from saccade.call.partial import Partial
 from saccade.testing import check
 from saccade.testing.accuracy import random
 

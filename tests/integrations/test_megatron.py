@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, Unsupported, attention, bias, causal, window
+from saccade.call.partial import Partial
 from saccade.integrations.megatron import CoreAttention
-from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import Case
 

@@ -18,11 +18,12 @@ from torch.nn.attention import (
 from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from saccade import Partial, Unsupported, attention, hardware, window
+from saccade import Partial, Unsupported, attention, window
 from saccade.integrations import torch as registry
 from saccade.integrations import torch_operators
 from saccade.testing import check
 from saccade.testing.cases import Case
+from saccade.util import hardware
 
 HAS_WINDOWS = "window_size" in inspect.signature(varlen_attn).parameters
 

@@ -153,8 +153,8 @@ def addresses_checked() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the backend take CPU tensors, which only the interpreter can read."""
-    from saccade import dispatch
     from saccade.backends import triton
+    from saccade.ops import dispatch
 
     for name in ("SUPPORT", "GRADIENT"):  # without the second another backend's backward would be tested
         monkeypatch.setattr(triton, name, replace(getattr(triton, name), devices=("cpu",)))

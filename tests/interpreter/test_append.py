@@ -11,7 +11,7 @@ from saccade.backends import Append, Rotary
 from saccade.backends.cpu import append as operations
 from saccade.backends.triton import append as launches
 from saccade.backends.triton import append_kernel
-from saccade.descale import Factors
+from saccade.call.descale import Factors
 from saccade.layouts import CacheSlots, Paged
 
 

@@ -6,7 +6,7 @@ import torch
 
 from saccade import explain
 from saccade.call import Call
-from saccade.dispatch import plan_of
+from saccade.ops.dispatch import plan_of
 
 
 def test_gradients_are_the_kernels_own():

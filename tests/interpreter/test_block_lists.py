@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, alibi, block_sparsity, causal, mask_mod, window
+from saccade import Dense, Packed, alibi, causal, mask_mod, window
+from saccade.backends import block_sparsity
 from saccade.backends.device import block_lists, sequences
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, TILE, as_mask

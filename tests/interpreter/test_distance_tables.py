@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, attention, causal, dispatch, relative_bias, t5_bias, window
+from saccade import Dense, Packed, attention, causal, relative_bias, t5_bias, window
 from saccade.backends import Launches
 from saccade.backends.device import distance_tables, level_sums
 from saccade.backends.device.level_sums import LevelSums
 from saccade.call import Call
 from saccade.masks import Mask
+from saccade.ops import dispatch
 from saccade.scores import bind
 from saccade.testing.accuracy import Report, check
 

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade import Dense, Descale, Packed, alibi, attention, causal, hardware, relative_bias, window
+from saccade import Dense, Descale, Packed, alibi, attention, causal, relative_bias, window
 from saccade.backends.device import descale, eight_bits
 from saccade.backends.triton import paged_kernel, paged_slices
 from saccade.testing import Case, check, paged
+from saccade.util import hardware
 from tests.support import draws
 
 E4M3, E5M2 = KINDS = torch.float8_e4m3fn, torch.float8_e5m2

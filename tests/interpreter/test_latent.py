@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade import Paged
 from saccade.backends.device import masks, sequences
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.gluon.latent import launch
+from saccade.backends.hopper.latent import launch
 from saccade.backends.reference import run_forward
 from saccade.call import Call
 from saccade.masks import Mask, causal, mask_mod, prefix, window

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Paged, attention, causal, dispatch, explain, interval, mask_mod
+from saccade import Paged, attention, causal, explain, interval, mask_mod
 from saccade.backends.device import merge_kernel
 from saccade.backends.triton import paged as launches
+from saccade.ops import dispatch
 from saccade.testing import paged
 from saccade.testing.accuracy import check
 

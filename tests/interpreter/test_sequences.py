@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saccade import Packed
 from saccade.backends.device import sequences
-from saccade.backends.gluon.forward import tile_scheduler
+from saccade.backends.hopper.forward import tile_scheduler
 from saccade.call import Call
 
 BLOCK = 16
@@ -173,7 +173,7 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
 def test_what_the_hopper_backward_prepares() -> None:
     """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
     from saccade.backends.device.records import TensorArgs
-    from saccade.backends.gluon.backward.dq_accum import preprocess_kernel
+    from saccade.backends.hopper.backward.dq_accum import preprocess_kernel
 
     offsets, used, t, h_q, d_v = [0, 21, 21, 60], [21, 0, 30], 71, 2, 16
     dout, out = (torch.randn(1, h_q, t, d_v) for _ in range(2))

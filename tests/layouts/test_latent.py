@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, Paged, append_kv, attention, causal, dispatch, explain, hardware
-from saccade.backends import cpu
+from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain
+from saccade.backends import backend_module, cpu
+from saccade.ops import dispatch
 from saccade.testing import check
+from saccade.util import hardware
 
 D, D_V = 576, 512
 
@@ -71,7 +71,7 @@ def test_which_kernel_takes_what(on_hopper, heads, s_q, changes, reason):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Calls on a CPU are planned as if they were on Hopper."""
-    gluon, triton = (importlib.import_module(f"saccade.backends.{name}") for name in ("gluon", "triton"))
+    gluon, triton = (backend_module(name) for name in ("gluon", "triton"))
     for module in (gluon, triton):
         monkeypatch.setattr(module, "obstacle", lambda: None)
     monkeypatch.setattr(hardware, "name", lambda device: "sm90")

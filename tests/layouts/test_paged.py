@@ -23,7 +23,7 @@ from saccade import (
     prefix,
     window,
 )
-from saccade.backends import gluon
+from saccade.backends import hopper as gluon
 from saccade.call import Call, strides
 from saccade.layouts import from_tensors
 from saccade.testing import check, paged

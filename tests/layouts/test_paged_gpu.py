@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade import Paged, append_kv, attention, causal, explain, mask_mod, window
-from saccade.backends import gluon
+from saccade.backends import hopper as gluon
 from saccade.testing import check, paged
 from saccade.testing.cases import Case
 from tests.support import draws

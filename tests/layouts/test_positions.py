@@ -21,9 +21,9 @@ from saccade import (
     t5_bias,
     window,
 )
-from saccade.backends import gluon
+from saccade.backends import hopper as gluon
 from saccade.call import Call
-from saccade.dropout import Dropout
+from saccade.call.dropout import Dropout
 from saccade.masks import FARTHEST
 from saccade.testing.accuracy import check
 

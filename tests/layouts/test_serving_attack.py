@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, alibi, append_kv, attention, causal, interval, mask_mod, shared_pages, softcap, window
+from saccade import Paged, alibi, append_kv, attention, causal, interval, mask_mod, softcap, window
+from saccade.ops import shared_pages
 from saccade.testing import check
 
 H_Q, H_K, D, SIZE = 4, 2, 16, 8

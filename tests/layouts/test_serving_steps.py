@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade import Packed, Paged, append_kv, attention, causal, interval, softcap, window
-from saccade.backends import gluon
-from saccade.partial import Partial
+from saccade.backends import hopper as gluon
+from saccade.call.partial import Partial
 from saccade.testing import check, paged
 
 H_Q, H_K, D, PAIRS = 4, 2, 32, 12

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, attention, causal, dispatch
-from saccade.backends import gluon
+from saccade import Paged, attention, causal
+from saccade.backends import hopper as gluon
 from saccade.backends.device import merge_kernel
-from saccade.backends.gluon.forward import launch
+from saccade.backends.hopper.forward import launch
+from saccade.ops import dispatch
 from saccade.testing import check, gallery, paged
 from saccade.testing.cases import Case
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade import attention, causal, explain, window
-from saccade.spec import TORCH_DTYPES
+from saccade.call.spec import TORCH_DTYPES
 from saccade.testing import check
 from tests.support import draws
 

@@ -9,7 +9,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from saccade import attention, block_mask, block_sparsity, causal, mask_mod, window
+from saccade import attention, block_mask, causal, mask_mod, window
+from saccade.backends import block_sparsity
 from saccade.compat.flex import BlockMask, create_block_mask, flex_attention
 from saccade.masks import as_mask, predicates
 

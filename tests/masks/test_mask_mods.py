@@ -10,24 +10,13 @@ import re
 import pytest
 import torch
 
-from saccade import (
-    Dense,
-    attention,
-    block_mask,
-    block_sparsity,
-    bounded_cache,
-    causal,
-    documents,
-    explain,
-    mask_mod,
-    masks,
-    softcap,
-    window,
-)
+from saccade import Dense, attention, block_mask, causal, documents, explain, mask_mod, masks, softcap, window
+from saccade.backends import block_sparsity
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, predicates
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
+from saccade.util import bounded_cache
 from tests.support.scores import halved_from, near_or_third
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")

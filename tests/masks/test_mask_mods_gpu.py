@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from saccade import Dense, alibi, attention, block_mask, block_sparsity, causal, mask_mod, softcap, window
+from saccade import Dense, alibi, attention, block_mask, causal, mask_mod, softcap, window
+from saccade.backends import block_sparsity
 from saccade.call import Call
 from saccade.masks import as_mask
 from saccade.testing import gallery

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, alibi, attention, causal, scores, softcap, window
-from saccade.errors import Unsupported
 from saccade.ops import replay
+from saccade.util.errors import Unsupported
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""

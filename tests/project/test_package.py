@@ -112,7 +112,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     package = ROOT / "src" / "saccade"
     files = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert names == {f"saccade/{path.relative_to(package).as_posix()}" for path in files}
-    assert {"saccade/py.typed", "saccade/configs/h200.json"} <= names
+    assert {"saccade/py.typed", "saccade/backends/configs/h200.json"} <= names
     plain = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert plain == ["torch>=2.11"]
     description = metadata.get_payload()

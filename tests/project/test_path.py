@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from saccade.ops import dispatch
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "saccade"
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
@@ -82,13 +84,8 @@ PATHS = paths()
 
 
 def test_every_backend_has_a_path():
-    backends = {path.name.removesuffix(".py") for path in (SOURCE / "backends").iterdir() if _is_backend(path)}
-    assert {*PATHS} == backends
+    assert {*PATHS} == {*dispatch.NAMES}
     assert all(len(steps) <= STEPS for steps in PATHS.values())
-
-
-def _is_backend(path: Path) -> bool:
-    return path.name[0] != "_" and path.name != "device" and (path.is_dir() or path.suffix == ".py")
 
 
 @pytest.mark.parametrize("backend", PATHS)

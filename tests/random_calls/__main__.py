@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from saccade.dispatch import NAMES
+from saccade.ops.dispatch import NAMES
 from tests.random_calls import calls
 from tests.random_calls.outcome import Tally
 from tests.random_calls.worker import Draw, outcomes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from saccade import hardware
+from saccade.util import hardware
 from tests.random_calls.outcome import Outcome, refusal
 from tests.random_calls.program import Program
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import pytest
 import torch
 
 from saccade import Dense, Packed, attention, causal, explain
+from saccade.backends import backend_module
 from saccade.compat.cudnn import cache_clear, cache_info, score_callback
 from saccade.compat.transformer_engine import DotProductAttention, get_attention_backend
 from saccade.testing import check
@@ -122,7 +121,7 @@ def test_transformer_engine(name, order, backend):
 def test_transformer_engine_learns_everything_at_once(backend):
     """Learnable softmax, bias, checkpointing and the largest logit in one call."""
     tensors = [x.requires_grad_() for x in operands("bshd", torch.bfloat16, 4, 2, 96, 96, 64)]
-    logit = "max_scores" in import_module(f"saccade.backends.{backend}").SUPPORT.flags
+    logit = "max_scores" in backend_module(backend).SUPPORT.flags
     names = {"softmax_type": "learnable", "return_max_logit": logit, "backend": backend}
     core = DotProductAttention(4, 64, 2, 0.0, "bshd", "padding_causal", **names).cuda()
     lengths = torch.tensor([0, 96, 129], device="cuda", dtype=torch.int32)

@@ -9,8 +9,9 @@ import random
 import pytest
 import torch
 
-from saccade import Dense, attention, causal, documents, hardware, mask_mod, prefix, window
+from saccade import Dense, attention, causal, documents, mask_mod, prefix, window
 from saccade.testing import check
+from saccade.util import hardware
 
 IDS = torch.tensor([[0, 0, 1, 2, 2, 1, 0, 3, 3, 3, 1, 1], [0, 1, 0, 1, 0, 1, 4, 4, 4, 4, 4, 0]])
 MASKS = {

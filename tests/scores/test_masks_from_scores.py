@@ -17,7 +17,6 @@ from saccade import (
     attention,
     cache_info,
     causal,
-    dispatch,
     documents,
     explain,
     mask_mod,
@@ -25,7 +24,8 @@ from saccade import (
     scores,
     window,
 )
-from saccade.masks_from_scores.analysis import split_score
+from saccade.ops import dispatch
+from saccade.ops.score_windows import split_score
 from saccade.testing import check
 from saccade.testing.callbacks import case
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from saccade import distributed, masks
 from saccade.api import attention
+from saccade.call.partial import Partial
 from saccade.layouts import Dense, Packed
-from saccade.partial import Partial
 from saccade.testing.accuracy import check
 from saccade.testing.cases import Case, Inputs
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
-from saccade import dispatch
-from saccade.backends import Support
+from saccade.backends import Support, backend_module
+from saccade.ops import dispatch
 
 START, STOP = "<!-- support -->", "<!-- /support -->"
 
@@ -44,7 +43,7 @@ def updated(readme: str) -> str:
 
 
 def _column(name: str) -> dict[str, str]:
-    module = import_module(f"saccade.backends.{name}")
+    module = backend_module(name)
     return {
         "chosen": "by `auto`" if name in dispatch.BACKENDS else "by name only",
         "ran on": RAN.get(name, "nothing: compiled only"),

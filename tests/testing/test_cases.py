@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade import attention
-from saccade.spec import TORCH_DTYPES
+from saccade.call.spec import TORCH_DTYPES
 from saccade.testing.cases import MODELS, NAMED, SMALL, Case
 from tests.support import draws
 

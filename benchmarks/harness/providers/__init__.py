@@ -16,7 +16,7 @@ from benchmarks.harness.providers.flex import Flex
 from benchmarks.harness.providers.saccade import FORMS, CausalInterval, LeftPadded, Naive, Saccade, SharedPrefix
 from benchmarks.harness.providers.sdpa import Sdpa, SdpaPadded, TorchVarlen
 from benchmarks.harness.providers.transformers import Transformers
-from saccade import dispatch
+from saccade.ops import dispatch
 
 __all__ = ["CEILINGS", "PROVIDERS", "PeerInputs", "Prepared", "Provider", "matching", "prepared"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.harness.cost import Cost
 from benchmarks.harness.grids import Cell
 from benchmarks.harness.providers.base import Prepared, Provider
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
 from saccade.testing.cases import Inputs
 
 

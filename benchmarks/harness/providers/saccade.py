@@ -6,7 +6,6 @@ Causal masks are also written as intervals that the device reads, and packed seq
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,13 +14,15 @@ from torch import Tensor
 from benchmarks.harness.grids import Cell
 from benchmarks.harness.inputs import shared_pages
 from benchmarks.harness.providers.base import Operands, Prepared, Provider, Results, learned, prepared
-from saccade import dispatch, hardware
 from saccade.api import attention, explain
+from saccade.backends import backend_module
+from saccade.call.partial import Scored
 from saccade.layouts import Dense
 from saccade.masks import Mask, causal, interval
-from saccade.partial import Scored
+from saccade.ops import dispatch
 from saccade.testing.cases import Inputs
 from saccade.testing.sdpa import Padding
+from saccade.util import hardware
 
 _COPIES = 8
 """Score matrices that the reference and its gradient hold at once."""
@@ -43,7 +44,7 @@ class Saccade(Provider):
         if self.backend == "auto":
             return None
         try:
-            support = import_module(f"saccade.backends.{self.backend}").SUPPORT
+            support = backend_module(self.backend).SUPPORT
             return "; ".join(dispatch.reasons_against(self.backend, support.plainest(hardware.name(device)))) or None
         except ImportError as missing:
             return str(missing)

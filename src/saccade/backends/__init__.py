@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 from saccade.call import Call
-from saccade.descale import Factors
+from saccade.call.descale import Factors
+from saccade.call.spec import FLAGS, Spec
 from saccade.layouts import CacheSlots, Paged
 from saccade.masks import KINDS as MASKS
-from saccade.spec import FLAGS, Spec
 
 ANY_SCORE = "any function"
 """In `Support.scores`: whatever can be traced."""
@@ -258,3 +259,13 @@ def _on(device: str, supported: str) -> bool:
         return False
     number = device.removeprefix(family)
     return number.isdigit() and int(number) >= int(supported.removeprefix(family).rstrip("+"))
+
+
+_FOLDERS = {"gluon": "hopper"}
+"""Where a backend's folder has another name than the backend."""
+
+
+def backend_module(name: str, part: str = "") -> Any:
+    """The module of a backend, or one of its folder; it is imported when it is first asked for."""
+    folder = f"saccade.backends.{_FOLDERS.get(name, name)}"
+    return importlib.import_module(f"{folder}.{part}" if part else folder)

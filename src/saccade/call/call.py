@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import hardware, masks, scores
-from saccade.alignment import ALIGNMENT, address
-from saccade.descale import EIGHT_BITS, Factors
-from saccade.dropout import Dropout
+from saccade import masks, scores
+from saccade.call.descale import EIGHT_BITS, Factors
+from saccade.call.dropout import Dropout
+from saccade.call.spec import DTYPES, Spec
 from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
-from saccade.spec import DTYPES, Spec
+from saccade.util import hardware
+from saccade.util.alignment import ALIGNMENT, address
 
 _BHSD = Dense()
 _VIEWS = "q", "k", "v", "out"

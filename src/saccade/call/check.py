@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import aliasing, arguments, layouts, scores
+from saccade import layouts, scores
 from saccade.call.call import Call
+from saccade.call.descale import EIGHT_BITS, Descale, Factors, factors
+from saccade.call.dropout import Dropout
 from saccade.call.gradients import eight_bit_gradients, needs_gradient
-from saccade.descale import EIGHT_BITS, Descale, Factors, factors
-from saccade.dropout import Dropout
-from saccade.errors import Unsupported
+from saccade.call.spec import DTYPES
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
-from saccade.spec import DTYPES
+from saccade.util import aliasing, arguments
+from saccade.util.errors import Unsupported
 
 _BHSD = Dense()
 _LEARNED_SCALE = (

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, layouts, masks, scores
+from saccade import layouts, masks, scores
 from saccade.call.call import Call
-from saccade.descale import EIGHT_BITS, Factors
-from saccade.dropout import Dropout
+from saccade.call.descale import EIGHT_BITS, Factors
+from saccade.call.dropout import Dropout
 from saccade.scores.recording.compile_constant import exports
+from saccade.util import arguments
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] tensors, str header, SymInt[] ints, "

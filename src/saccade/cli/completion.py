@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from saccade import dispatch, masks, scores
+from saccade import masks, scores
+from saccade.call.spec import FLAGS, LAYOUTS, TORCH_DTYPES
 from saccade.cli.bench import grid_names
 from saccade.cli.tune import TUNED
-from saccade.spec import FLAGS, LAYOUTS, TORCH_DTYPES
+from saccade.ops import dispatch
 from saccade.testing.cases import MODELS
 
 SHELLS = ("bash", "zsh", "fish")

@@ -7,17 +7,19 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
 import typer
 
 import saccade
-from saccade import Spec, Unsupported, causal, dispatch, hardware
+from saccade import Spec, Unsupported, causal
+from saccade.backends import backend_module
 from saccade.cli.options import Json
+from saccade.ops import dispatch
 from saccade.testing import accuracy
 from saccade.testing.machine import described, device_name, version
+from saccade.util import hardware
 
 
 def info(as_json: Json = False) -> None:
@@ -62,7 +64,7 @@ def found_compiler() -> str | None:
 
 def runs(backend: str) -> str:
     """`runs on cpu`, or for each device the reason against it."""
-    module = import_module(f"saccade.backends.{backend}")
+    module = backend_module(backend)
     if obstacle := module.obstacle():
         return obstacle
     words = dict.fromkeys(map(hardware.name, hardware.devices()))

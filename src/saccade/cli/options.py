@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from saccade import dispatch
+from saccade.ops import dispatch
 
 
 def _known(name: str) -> str:

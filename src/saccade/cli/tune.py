@@ -6,7 +6,6 @@ import datetime
 import os
 import re
 from dataclasses import asdict, replace
-from importlib import import_module
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 import saccade
-from saccade import configs, dispatch, hardware
+from saccade.backends import backend_module, configs
+from saccade.ops import dispatch
+from saccade.util import hardware
 
 TUNED = ("gluon", "triton")
 """Backends with a table of configs, each in its module `tuning`."""
@@ -70,7 +71,7 @@ def _sizes(dims: str) -> list[tuple[int, int]]:
 def _rows(backend: str, sizes: list[tuple[int, int]]) -> list[Any]:
     """The rows of a backend that runs on this GPU."""
     device = hardware.name(torch.device("cuda", torch.cuda.current_device()))
-    rows = import_module(f"saccade.backends.{backend}.tuning").rows(sizes)
+    rows = backend_module(backend, "tuning").rows(sizes)
     return [row for row in rows if not dispatch.reasons_against(backend, replace(row.spec(), device=device))]
 
 

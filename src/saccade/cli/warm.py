@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from saccade import configs
-from saccade.spec import Spec
+from saccade.backends import configs
+from saccade.call.spec import Spec
 
 
 def warm(

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from saccade import arguments, masks
+from saccade import masks
 from saccade.api import ScoreFunction, attention
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn.call import BSHD, band, offset, sequences, without_gradients
 from saccade.layouts import Dense, Layout, Paged
-from saccade.partial import Partial
 from saccade.scores import softcap as capped
+from saccade.util import arguments
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 

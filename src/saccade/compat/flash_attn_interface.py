@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments
+from saccade.call.descale import Descale
+from saccade.call.partial import Partial, merge
 from saccade.compat.flash_attn.cache import CacheTerms, attend_to_cache
 from saccade.compat.flash_attn.call import BSHD, Terms, attend, parts, sequences
-from saccade.descale import Descale
 from saccade.layouts import Dense
-from saccade.partial import Partial, merge
+from saccade.util import arguments
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks, noop_mask, or_masks
 
-from saccade import arguments
 from saccade.api import ScoreFunction, attention
-from saccade.block_mask import block_mask as with_states
 from saccade.masks import FULL, PARTIAL, TILE, as_mask, is_block_mask, mask_mod
+from saccade.ops.block_mask import block_mask as with_states
+from saccade.util import arguments
 
 __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks",

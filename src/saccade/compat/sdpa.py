@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from saccade import arguments
 from saccade.api import attention
 from saccade.masks import causal, window
 from saccade.scores import bias
+from saccade.util import arguments
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import aliasing, arguments, masks
+from saccade import masks
 from saccade.api import attention
 from saccade.layouts import Packed, Paged
+from saccade.util import aliasing, arguments
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 

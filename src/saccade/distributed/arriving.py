@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from saccade import ops
-from saccade.arrivals import ArrivalArgs, Arrivals
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
+from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
 from saccade.distributed.once import once
 from saccade.distributed.pull import PulledRows, row_bytes
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
-from saccade.errors import Unsupported
 from saccade.layouts import Packed
 from saccade.ops import vmap
 from saccade.ops.autograd import FIRST_ALONE
+from saccade.util.errors import Unsupported
 
 COPY_BYTES, MOST_COPIES = 2 << 20, 96
 """A copy brings so many bytes in the mean of a step, or those of one head, unless that takes more copies. Each costs

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, dispatch, ops, scores
+from saccade import ops, scores
 from saccade.call import Call, autocast, check_call
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
+from saccade.call.dropout import Dropout
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.arriving import attention as arriving_attention
 from saccade.distributed.context_plan import ContextPlan, padded
@@ -17,12 +18,13 @@ from saccade.distributed.exchanges import heads_error, moved
 from saccade.distributed.once import constant
 from saccade.distributed.sharding import reach_of, sees_all_before
 from saccade.distributed.transport import counted
-from saccade.dropout import Dropout
-from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import counts_from_first, sink_error
 from saccade.masks import KeyInterval, Mask, Window, as_mask
+from saccade.ops import dispatch
 from saccade.ops.autograd import forward_mode
+from saccade.util import arguments
+from saccade.util.errors import Unsupported
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
 CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the exchange of keys and values beside own ones"

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade import arguments
 from saccade.distributed import estimates, picture
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Broadcast, Exchange, HeadExchange, RowExchange, moved, numbers, repeated
@@ -22,7 +21,8 @@ from saccade.distributed.pull import PulledRows
 from saccade.distributed.sharding import Piece, Sharding, shifted
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
-from saccade.lazily import lazily
+from saccade.util import arguments
+from saccade.util.lazily import lazily
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from saccade import arguments, masks, ops, scores
+from saccade import masks, ops, scores
 from saccade.backends import Outputs
 from saccade.call import Call
-from saccade.errors import Unsupported
 from saccade.layouts import Layout, Paged, with_rows
 from saccade.masks import Documents, KeyInterval, Mask, MaskMod, Prefix, TensorMask
 from saccade.scores import Score
+from saccade.util import arguments
+from saccade.util.errors import Unsupported
 
 
 def run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:

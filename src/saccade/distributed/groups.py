@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from saccade import arguments
+from saccade.util import arguments
 
 
 class Ranks(NamedTuple):

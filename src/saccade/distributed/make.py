@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments
-from saccade.bounded_cache import BoundedCache
 from saccade.distributed import pull
 from saccade.distributed.context_plan import ContextPlan
 from saccade.distributed.estimates import divided_bytes, exchange_seconds, gathered_bytes
@@ -18,6 +16,8 @@ from saccade.distributed.groups import Ranks, check_order, ranks_of
 from saccade.distributed.sharding import PairSharding, Reach, Sharding, reach_of
 from saccade.layouts.offsets import check_offsets, shortened
 from saccade.masks import Mask
+from saccade.util import arguments
+from saccade.util.bounded_cache import BoundedCache
 
 METHODS = "auto", "gather", "pull", "ulysses"
 ROWS = "balanced", "equal", "pairs"

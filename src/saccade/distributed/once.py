@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from saccade.kept_memory import keep
 from saccade.scores.recording.compile_constant import callable_of, compile_constant
+from saccade.util.kept_memory import keep
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from saccade.distributed.exchanges import RowExchange, Segment, sums_dtype
 from saccade.distributed.once import once
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport, group_seconds
-from saccade.kept_memory import capturing, keep
+from saccade.util.kept_memory import capturing, keep
 
 
 class PeerMemory:

@@ -24,8 +24,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from saccade import masks
-from saccade.lazily import lazily
 from saccade.masks import Mask
+from saccade.util.lazily import lazily
 
 
 class Piece(NamedTuple):

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.call.partial import Scored
 from saccade.compat.transformer_engine import DotProductAttention
-from saccade.errors import Unsupported
-from saccade.partial import Scored
+from saccade.util.errors import Unsupported
 
 __all__ = ["CoreAttention"]
 

@@ -20,8 +20,8 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from saccade.errors import Unsupported
 from saccade.integrations import torch_operators
+from saccade.util.errors import Unsupported
 
 __all__ = ["NAME", "activate", "restore"]
 

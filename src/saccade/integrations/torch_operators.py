@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import hardware, masks, ops
+from saccade import masks, ops
 from saccade.api import attention
 from saccade.call import check_call
 from saccade.compat.torch_varlen import layout_of
-from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
+from saccade.util import hardware
+from saccade.util.errors import Unsupported
 
 _BHSD, _BSHD = Dense(), Dense("bshd")
 

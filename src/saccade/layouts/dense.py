@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.arguments import broadcasts
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.validate import check_offset, interval_error, operand_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
+from saccade.util.arguments import broadcasts
 
 # Dimension d of the canonical (b, h, s, d) view is dimension ORDERS[order][d] of the user's tensor.
 ORDERS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (1, 2, 0, 3)}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import (
     check_offsets,
@@ -25,6 +24,7 @@ from saccade.layouts.offsets import (
 from saccade.layouts.validate import check_offset, interval_error, operand_error, sequence_mask_error
 from saccade.masks import Extent, Mask
 from saccade.scores import Sizes
+from saccade.util import arguments
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.layouts.offsets import described, has_values, shortened
 from saccade.masks import FARTHEST, Blocked, Documents, KeyInterval, Mask, Positions, TensorMask
 from saccade.scores import LONGEST, Sizes
+from saccade.util import arguments
 
 
 def operand_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int, s: int) -> str | None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.after_import import after_import
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
 from saccade.scores.recording.compile_constant import compile_constant
+from saccade.util.after_import import after_import
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.masks.base import Mask
 from saccade.masks.hull import FARTHEST, Extent, Interval, at
 from saccade.scores import Sizes
+from saccade.util import arguments
 
 OPEN = 2 * FARTHEST
 """Stands for no upper bound; -FARTHEST for no lower one. No key stands there."""

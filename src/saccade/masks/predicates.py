@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade import arguments, scores
-from saccade.bounded_cache import derived_from_values
-from saccade.kept_memory import apart
+from saccade import scores
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
 from saccade.scores.recording.compile_constant import compile_constant
+from saccade.util import arguments
+from saccade.util.bounded_cache import derived_from_values
+from saccade.util.kept_memory import apart
 
 TILE = 64
 """Query rows and keys of a tile that has a state."""

@@ -28,11 +28,11 @@ from saccade.call import (
     savable,
     split,
 )
-from saccade.descale import EIGHT_BITS
-from saccade.errors import Unsupported
+from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, view_layout
 from saccade.ops import execution, replay
 from saccade.ops.replay import Found
+from saccade.util.errors import Unsupported
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):

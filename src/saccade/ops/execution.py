@@ -12,15 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from saccade import aliasing, dispatch, shared_pages
-from saccade.arrivals import Arrivals
 from saccade.backends import Outputs, Saved
 from saccade.call import Call, unflatten
-from saccade.descale import EIGHT_BITS
+from saccade.call.arrivals import Arrivals
+from saccade.call.descale import EIGHT_BITS
 from saccade.masks import MaskMod
-from saccade.ops import replay
+from saccade.ops import dispatch, replay, shared_pages
 from saccade.ops.replay import Found
 from saccade.scores import Traced
+from saccade.util import aliasing
 
 BackwardResults = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 """dq, dk, dv, dsink, and the gradients of captured tensors"""

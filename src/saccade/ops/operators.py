@@ -13,16 +13,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from saccade import arguments
-from saccade.after_import import after_import
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, outline
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import empty_like_rows
 from saccade.ops import autograd, execution, flops, replay, vmap
 from saccade.ops.autograd import refuse_gradients
 from saccade.ops.execution import execute
 from saccade.ops.replay import Found
+from saccade.util import arguments
+from saccade.util.after_import import after_import
 
 library = torch.library.Library("saccade", "DEF")
 OVERLOADS = {"": (), ".numbers": (torch.Tag.cudagraph_unsafe,)}

@@ -22,16 +22,17 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from saccade import dispatch, scores
-from saccade.alignment import ALIGNMENT
-from saccade.arguments import PLAIN, watched, watched_in_eager
-from saccade.bounded_cache import BoundedCache
+from saccade import scores
 from saccade.call import Call, Static, flatten, needs_gradient, split
-from saccade.descale import Descale
-from saccade.dropout import Dropout
+from saccade.call.descale import Descale
+from saccade.call.dropout import Dropout
 from saccade.layouts import Layout
 from saccade.masks import Blocked, Mask, MaskMod, as_mask
+from saccade.ops import dispatch
 from saccade.scores import Softcap
+from saccade.util.alignment import ALIGNMENT
+from saccade.util.arguments import PLAIN, watched, watched_in_eager
+from saccade.util.bounded_cache import BoundedCache
 
 on_host = attrgetter("is_cpu")
 _form, _requires_grad = attrgetter("shape", "dtype", "device"), attrgetter("requires_grad")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from saccade import arguments
 from saccade.scores.codegen.ranges import LONGEST
 from saccade.scores.recording.proof import PARTS
 from saccade.scores.score_mod import Function, Score, ScoreMod
+from saccade.util import arguments
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from saccade.api import attention, explain
-from saccade.descale import EIGHT_BITS
-from saccade.dropout import Dropout
+from saccade.call.descale import EIGHT_BITS
+from saccade.call.dropout import Dropout
 from saccade.layouts import Dense
 from saccade.testing import packed
 from saccade.testing.call_slice import CallSlice, CheckedCall, Precision, Results, with_gradients

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from saccade import reference, scores
+from saccade import scores
+from saccade.backends import reference
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS, Factors, factors
-from saccade.dropout import Dropout
+from saccade.call.descale import EIGHT_BITS, Factors, factors
+from saccade.call.dropout import Dropout
 from saccade.layouts import Dense, Layout, SequencePlace, dense_of
 from saccade.masks import Extent, Mask, as_mask, of_rows
 

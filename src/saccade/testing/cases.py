@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from saccade import masks, scores
+from saccade.call.spec import TORCH_DTYPES
 from saccade.layouts import Dense, Layout
 from saccade.masks import UNBOUNDED, Mask
-from saccade.spec import TORCH_DTYPES
 from saccade.testing import callbacks, gallery, packed, paged
 
 

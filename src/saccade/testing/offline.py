@@ -17,7 +17,8 @@ from unittest import mock
 
 import torch
 
-from saccade import configs, hardware
+from saccade.backends import configs
+from saccade.util import hardware
 
 SHARED_LIMIT = 232_448
 """Bytes of shared memory for one program on sm_90."""

@@ -23,11 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import saccade
-from saccade import Unsupported, causal, dispatch, hardware
+from saccade import Unsupported, causal
+from saccade.ops import dispatch
 from saccade.testing import accuracy
 from saccade.testing.cases import NAMED, Case
 from saccade.testing.machine import described, device_name
 from saccade.testing.timing import Clock, medians
+from saccade.util import hardware
 
 # The commonest calls first: time may be over before the last.
 CASES = [

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saccade import dispatch, scores
+from saccade import scores
 from saccade.backends import Saved
 from saccade.call import Call, check_call
-from saccade.descale import EIGHT_BITS, Descale
-from saccade.errors import Unsupported
-from saccade.spec import TORCH_DTYPES, Spec
+from saccade.call.descale import EIGHT_BITS, Descale
+from saccade.call.spec import TORCH_DTYPES, Spec
+from saccade.ops import dispatch
 from saccade.testing.cases import Case
 from saccade.testing.offline import stand_in
+from saccade.util.errors import Unsupported
 
 PARTS = "inference", "training", "backward"
 """A forward without an LSE, a forward with one, as a backward needs it, and the backward."""

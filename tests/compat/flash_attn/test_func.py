@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from saccade import Dense, alibi, attention, causal, compose, softcap, window
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn import call, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from saccade.partial import Partial
 from saccade.scores import ScoreMod
 from saccade.testing import check
 from saccade.testing.cases import Case

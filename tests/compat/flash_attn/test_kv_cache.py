@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from saccade import Dense, Unsupported, causal, compose, interval, softcap, window
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn import cache as cache_module
 from saccade.compat.flash_attn import flash_attn_with_kvcache
-from saccade.partial import Partial
 from saccade.scores import ScoreMod
 from saccade.testing import check
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saccade import Dense, Packed, attention, causal, interval, softcap
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
 from saccade.compat.flash_attn.flash_attn_interface import (
     _flash_attn_backward,
@@ -13,7 +14,6 @@ from saccade.compat.flash_attn.flash_attn_interface import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import Case
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from saccade import Packed, Paged, Unsupported, attention, causal, compose, softcap, window
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from saccade.partial import Partial
 from saccade.scores import ScoreMod
 from saccade.testing import check
 from saccade.testing.cases import Case

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from saccade import Dense, bias, causal
+from saccade.call.partial import Partial
 from saccade.compat import xformers
 from saccade.compat.xformers import (
     LowerTriangularMask,
@@ -20,7 +21,6 @@ from saccade.compat.xformers import (
     memory_efficient_attention_forward,
     memory_efficient_attention_forward_requires_grad,
 )
-from saccade.partial import Partial
 from saccade.testing import check
 from saccade.testing.cases import Case
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from saccade import Packed, attention, causal, compose, softcap, window
+from saccade.call.partial import Partial
 from saccade.integrations.transformers import StructuredMask, attention_forward
-from saccade.partial import Partial
 from saccade.scores import bias
 from saccade.testing import check
 from saccade.testing.cases import Case

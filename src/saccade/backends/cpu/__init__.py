@@ -10,8 +10,8 @@ from saccade.backends import EVERYTHING, Gradients, Launches, Outputs, Saved
 from saccade.backends.cpu import paged, sdpa, sink, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
 from saccade.call import Call
+from saccade.call.spec import Spec
 from saccade.layouts import empty_like_rows
-from saccade.spec import Spec
 
 SUPPORT = replace(EVERYTHING, devices=("cpu",))
 GRADIENT = replace(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.backends import Append, Rotary
 from saccade.backends.cpu.quantize import quotient
-from saccade.descale import BLOCK
+from saccade.call.descale import BLOCK
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 

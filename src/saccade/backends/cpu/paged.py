@@ -19,7 +19,7 @@ from saccade.backends.cpu import sink
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.call import Call
-from saccade.descale import by_row
+from saccade.call.descale import by_row
 from saccade.layouts import Paged
 
 FIXED_ROWS, FIXED_KEYS = 16, 128

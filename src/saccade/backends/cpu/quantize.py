@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Quantization, rotated_elements
-from saccade.descale import BLOCK
+from saccade.call.descale import BLOCK
 from saccade.layouts import empty_bytes
 
 SMALLEST = torch.finfo(torch.float32).tiny

@@ -12,13 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from saccade import hardware
 from saccade.backends import Saved
 from saccade.backends.cpu import score_mods, sink, tiled
 from saccade.backends.cpu.tiling import Worker, tiling_of
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
+from saccade.util import hardware
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import hardware
+from saccade.backends.block_sparsity import compute_states, states_of, states_shape
 from saccade.backends.cpu import score_mods
 from saccade.backends.cpu.online_softmax import FEW, Scratch, product, wide_product
-from saccade.block_sparsity import compute_states, states_of, states_shape
-from saccade.bounded_cache import BoundedCache, derived_from_values
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
 from saccade.scores import Score
+from saccade.util import hardware
+from saccade.util.bounded_cache import BoundedCache, derived_from_values
 
 TILE_ELEMENTS = 1 << 20
 """Scores in a tile: 4 MB of float32; smaller ones lose more to the products than they gain by a nearer cache."""

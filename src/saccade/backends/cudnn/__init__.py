@@ -10,8 +10,8 @@ import torch
 from saccade.backends import CALLBACKS, Gradients, Launches, Outputs, Saved, Support
 from saccade.backends.cudnn.graphs import installed
 from saccade.call import Call
+from saccade.call.spec import Spec
 from saccade.masks import Window
-from saccade.spec import Spec
 
 SUPPORT = Support(
     devices=("sm80+",),

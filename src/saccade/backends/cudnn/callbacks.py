@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.alignment import ALIGNMENT
 from saccade.scores import Score, Traced
 from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
+from saccade.util.alignment import ALIGNMENT
 
 Steps = tuple[GraphStep, ...]
 FLOAT, INT32, BOOLEAN, NOT_SET = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN, data_type.NOT_SET

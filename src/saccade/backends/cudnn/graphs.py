@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from saccade.backends.cudnn.callbacks import GraphReplay, ScoreGraph
-from saccade.bounded_cache import BoundedCache
-from saccade.lazily import lazily
+from saccade.util.bounded_cache import BoundedCache
+from saccade.util.lazily import lazily
 
 
 def installed() -> bool:

@@ -16,9 +16,9 @@ from saccade.backends import Gradients, Launches, Saved
 from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
 from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph, frontend, handle_of, on_device
 from saccade.call import Call, aligned
-from saccade.errors import Unsupported
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
+from saccade.util.errors import Unsupported
 
 
 class UsedRows(NamedTuple):

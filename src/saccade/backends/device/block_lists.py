@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import block_sparsity
-from saccade.backends import Launches
+from saccade.backends import Launches, block_sparsity
 from saccade.backends.device import masks, replay, sequences, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
@@ -27,9 +26,9 @@ from saccade.backends.device.block_lists_kernel import (
 )
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import runtime_int
-from saccade.bounded_cache import derived
 from saccade.call import Call
 from saccade.masks import TILE
+from saccade.util.bounded_cache import derived
 
 
 class BlockLists(NamedTuple):
@@ -51,7 +50,7 @@ SPAN, AT_ONCE = 32, 2
 
 
 def states(call: Call, launches: Launches) -> Tensor:
-    """The states of the mask's tiles: see `saccade.block_sparsity`."""
+    """The states of the mask's tiles: see `saccade.backends.block_sparsity`."""
     packed = call.layout.ragged_keys
     allocate = torch.zeros if packed else torch.empty  # no program writes the tiles after a packed sequence's keys
     tile_states = allocate(*block_sparsity.states_shape(call), dtype=torch.uint8, device=call.q.device)

@@ -1,4 +1,4 @@
-"""What 8-bit operands stand for, as kernels read it: see `saccade.descale`."""
+"""What 8-bit operands stand for, as kernels read it: see `saccade.call.descale`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.call import Call
-from saccade.descale import BLOCK as _BLOCK
+from saccade.call.descale import BLOCK as _BLOCK
 
 SCALE_BLOCK = tl.constexpr(_BLOCK)
 """Rows, or keys, that share a factor."""

@@ -1,4 +1,4 @@
-"""Dropout in kernels: the numbers of `saccade.dropout`, tile by tile. Triton and Gluon kernels call this alike."""
+"""Dropout in kernels: the numbers of `saccade.call.dropout`, tile by tile. Triton and Gluon kernels call this alike."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade import dropout
 from saccade.backends.device import positions
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.positions import first_key, row_position
-from saccade.call import Call
+from saccade.call import Call, dropout
 
 ROUNDS = tl.constexpr(dropout.ROUNDS)
 M0, M1 = (tl.constexpr(m) for m in dropout.MULTIPLIERS)

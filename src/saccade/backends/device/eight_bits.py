@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from saccade import hardware
 from saccade.backends.device import block_d
 from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.descale import factor_at
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
+from saccade.util import hardware
 
 
 def readable(x: Tensor) -> Tensor:

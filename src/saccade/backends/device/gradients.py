@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.alignment import ALIGNMENT
 from saccade.backends import Launches, Saved
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device
 from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import head
 from saccade.call import Call, aligned
+from saccade.util.alignment import ALIGNMENT
 
 
 def aligned_rows(launches: Launches, x: Tensor) -> TensorArgs:

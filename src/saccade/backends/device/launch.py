@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from saccade import hardware
 from saccade.backends import Launches, Outputs
 from saccade.backends.device import replay, stable_keys
 from saccade.backends.device.replay import hooked
 from saccade.call import Call
-from saccade.kept_memory import relaxed_capture
 from saccade.layouts import Packed
+from saccade.util import hardware
+from saccade.util.kept_memory import relaxed_capture
 
 stable_keys.install()
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saccade.alignment import ALIGNMENT
 from saccade.call import aligned
 from saccade.masks import FARTHEST as _FARTHEST
+from saccade.util.alignment import ALIGNMENT
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no bound" among rows and keys: a sum of two stays inside int32.

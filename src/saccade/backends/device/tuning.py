@@ -13,9 +13,9 @@ import torch
 import triton.testing
 
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS, Factors
+from saccade.call.descale import EIGHT_BITS, Factors
+from saccade.call.spec import DTYPES, Spec
 from saccade.masks import causal
-from saccade.spec import DTYPES, Spec
 
 TOKENS, WIDTH, LENGTH = 16384, 2048, 4096
 """b s, h d and s of the problem that is timed."""

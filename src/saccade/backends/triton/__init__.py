@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from saccade import hardware
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Part, Saved, Support, device, score_workspace
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
+from saccade.call.spec import Spec
 from saccade.masks import KINDS as MASKS
-from saccade.spec import Spec
+from saccade.util import hardware
 
 WIDE_GRADIENTS = 132 << 10
 """Bytes that float32 gradients of WIDE head dims need."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from saccade import configs
+from saccade.backends import configs
 from saccade.backends.device import block_d
-from saccade.spec import EIGHT_BIT_WORDS, Spec
+from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 
 WIDE = 256
 """Above this head dim dK and dV have a launch each: sums of both are more than there are registers."""

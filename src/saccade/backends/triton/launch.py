@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import configs
-from saccade.backends import Launches, Outputs, Saved
+from saccade.backends import Launches, Outputs, Saved, configs
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised

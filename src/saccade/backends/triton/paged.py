@@ -16,7 +16,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from saccade.alignment import ALIGNMENT
 from saccade.backends import Launches, Outputs, Part
 from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
 from saccade.backends.device.arguments import TileShape, precision
@@ -28,8 +27,9 @@ from saccade.backends.triton.config import WIDE, TileConfig, formula
 from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.call import Call
-from saccade.descale import EIGHT_BITS
+from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, Paged
+from saccade.util.alignment import ALIGNMENT
 
 MAX_SPLITS = 128
 LEAST_TILES = 2

@@ -21,9 +21,9 @@ from saccade.backends.device.sequences import spans_of
 from saccade.backends.triton import quantize_kernel as kernels
 from saccade.backends.triton.mean_kernel import PARTS, mean_kernel, mean_parts_kernel
 from saccade.backends.triton.quantize_kernel import QuantizeShape, QuantizeSizes
-from saccade.bounded_cache import BoundedCache
-from saccade.descale import BLOCK
+from saccade.call.descale import BLOCK
 from saccade.layouts import empty_bytes
+from saccade.util.bounded_cache import BoundedCache
 
 _PER = {"tensor": kernels.TENSOR, "head": kernels.HEAD, "block": kernels.BY_BLOCK}
 POLLS = 256

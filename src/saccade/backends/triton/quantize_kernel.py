@@ -19,7 +19,7 @@ from saccade.backends.device.records import plain_int
 from saccade.backends.device.sequences import blocks_before, extent, is_packed, sequence_at
 from saccade.backends.device.tiles import head
 from saccade.backends.triton.hadamard_kernel import column_of, of_rows, rotated, row_of
-from saccade.descale import BLOCK as _BLOCK
+from saccade.call.descale import BLOCK as _BLOCK
 
 BLOCK = tl.constexpr(_BLOCK)
 SMALLEST = tl.constexpr(2.0**-126)

@@ -12,7 +12,7 @@ from triton import next_power_of_2
 
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.triton.rank_sums_kernel import rank_sums_kernel
-from saccade.bounded_cache import BoundedCache
+from saccade.util.bounded_cache import BoundedCache
 
 
 def rank_sums(parts: Sequence[Tensor], table: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from triton import next_power_of_2
 
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.triton.spread_rows_kernel import spread_rows_kernel
-from saccade.bounded_cache import BoundedCache
+from saccade.util.bounded_cache import BoundedCache
 
 ELEMENTS = 4096
 """Of a program."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments
+from saccade.util import arguments
 
 __all__ = [
     "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.backends import Rotary
 from saccade.backends.cpu.append import rotated
+from saccade.call.descale import EIGHT_BITS, Descale
+from saccade.call.partial import Partial
 from saccade.compat.flash_attn.call import Terms, attend, bounds, of_rows, row_numbers, without_gradients
-from saccade.descale import EIGHT_BITS, Descale
-from saccade.kept_memory import capturing, keep
-from saccade.kv_cache import append_kv, check_rotary
 from saccade.layouts import Paged
-from saccade.partial import Partial
+from saccade.ops.kv_cache import append_kv, check_rotary
+from saccade.util import arguments
+from saccade.util.kept_memory import capturing, keep
 
 
 class CacheTerms(NamedTuple):

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.api import ScoreFunction, attention
 from saccade.call import Call, check_call, needs_gradient
+from saccade.call.descale import Descale
+from saccade.call.partial import Partial
 from saccade.compat.alibi import alibi
-from saccade.descale import Descale
-from saccade.errors import Unsupported
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask, causal, interval, window
-from saccade.partial import Partial
 from saccade.scores import ScoreMod, compose
 from saccade.scores import softcap as capped
+from saccade.util import arguments
+from saccade.util.errors import Unsupported
 
 BSHD = Dense("bshd")
 

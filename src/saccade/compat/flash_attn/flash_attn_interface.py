@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments, layouts, ops
+from saccade import layouts, ops
 from saccade.call import Call, flatten
+from saccade.call.dropout import Dropout
 from saccade.compat.flash_attn.cache import CacheTerms, attend_to_cache
 from saccade.compat.flash_attn.call import BSHD, Terms, attend_with_probabilities, bound_call, parts, sequences
-from saccade.dropout import Dropout
 from saccade.layouts import Layout
+from saccade.util import arguments
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",

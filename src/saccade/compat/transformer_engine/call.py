@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments
-from saccade.dispatch import Unsupported
+from saccade.ops.dispatch import Unsupported
+from saccade.util import arguments
 
 FORMATS = ("sbhd", "bshd", "thd")
 MASK_TYPES = (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from saccade.compat.transformer_engine.call import CallArguments, WrongCall
-from saccade.dispatch import Unsupported
 from saccade.layouts import Dense, Layout, Packed
+from saccade.ops.dispatch import Unsupported
 from saccade.scores import Softcap
 
 TYPES = "p2p", "all_gather", "a2a", "a2a+p2p"

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade import arguments
 from saccade.compat.transformer_engine.call import FORMATS, CallArguments, WrongCall
 from saccade.compat.transformer_engine.masks import Visibility, window_bounds
-from saccade.dispatch import Unsupported
-from saccade.kept_memory import capturing
-from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
 from saccade.masks import window
+from saccade.ops.dispatch import Unsupported
+from saccade.ops.kv_cache import append_kv
+from saccade.util import arguments
+from saccade.util.kept_memory import capturing
 
 Sequences = OrderedDict[Hashable, int]
 """Lengths by the names that the caller gives sequences, in the order of the batch."""

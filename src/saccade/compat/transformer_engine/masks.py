@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.arguments import broadcasts, is_one_of
-from saccade.bounded_cache import derived
 from saccade.compat.alibi import alibi
 from saccade.compat.transformer_engine.call import CallArguments, WrongCall
-from saccade.dispatch import Unsupported
-from saccade.kept_memory import capturing
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask, as_mask, window
+from saccade.ops.dispatch import Unsupported
 from saccade.scores import ScoreMod, bias, compose, score_callback, softcap
+from saccade.util.arguments import broadcasts, is_one_of
+from saccade.util.bounded_cache import derived
+from saccade.util.kept_memory import capturing
 
 Shape = tuple[int, int, int]
 """Sequences, and the longest one's queries and keys."""

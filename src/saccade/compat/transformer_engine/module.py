@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from saccade import arguments
 from saccade.api import Explanation, attention, explain
-from saccade.bounded_cache import BoundedCache
+from saccade.call.partial import Scored
 from saccade.compat.transformer_engine.call import CallArguments, Settings, WrongCall, mask_type
 from saccade.compat.transformer_engine.context import TYPES, ranks_of, self_attention, shared
 from saccade.compat.transformer_engine.inference import CacheStep, cached_visibility
 from saccade.compat.transformer_engine.masks import combined_score_mod, layout_of, visibility
-from saccade.dispatch import Unsupported
 from saccade.layouts import Layout
 from saccade.masks import Mask
-from saccade.partial import Scored
+from saccade.ops.dispatch import Unsupported
+from saccade.util import arguments
+from saccade.util.bounded_cache import BoundedCache
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade import arguments, ops
+from saccade import ops
 from saccade.api import attention
 from saccade.call import check_call
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask, causal, interval, window
 from saccade.scores import ScoreMod, bias
+from saccade.util import arguments
 
 BSHD = Dense("bshd")
 

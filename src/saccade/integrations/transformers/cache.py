@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.kv_cache import append_kv
 from saccade.layouts import Packed, Paged
+from saccade.ops.kv_cache import append_kv
 
 
 def updated(

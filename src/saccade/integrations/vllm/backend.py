@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade import dispatch
 from saccade.api import attention
-from saccade.descale import EIGHT_BITS, Descale
-from saccade.errors import Unsupported
+from saccade.call.descale import EIGHT_BITS, Descale
+from saccade.call.spec import DTYPES, Spec
 from saccade.integrations.engine_layers import differences, refuse_differences, score_mod, visible
 from saccade.integrations.vllm import TESTED
-from saccade.kv_cache import append_kv
 from saccade.layouts import Paged
-from saccade.spec import DTYPES, Spec
+from saccade.ops import dispatch
+from saccade.ops.kv_cache import append_kv
+from saccade.util.errors import Unsupported
 
 _vllm = import_module("vllm.v1.attention.backend")
 _envs = import_module("vllm.envs")

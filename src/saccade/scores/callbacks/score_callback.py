@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.bounded_cache import BoundedCache, CacheInfo
 from saccade.scores.callbacks.graph import CallbackRecording, Graph, GraphStep, Node, data_type
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
 from saccade.scores.recording.proof import Proof, Unproven
 from saccade.scores.recording.tape import Tape, is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
+from saccade.util.bounded_cache import BoundedCache, CacheInfo
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"

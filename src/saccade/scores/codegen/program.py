@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from saccade.bounded_cache import BoundedCache, CacheInfo
-from saccade.lazily import lazily
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.codegen.distances import by_distance, depends_on
 from saccade.scores.recording.advice import NO_DERIVATIVE, refusal_of
@@ -29,6 +27,8 @@ from saccade.scores.recording.recorder import Recording, error_text
 from saccade.scores.recording.tape import TILE, Refused
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of, trace
 from saccade.scores.recording.tracer import Tracer
+from saccade.util.bounded_cache import BoundedCache, CacheInfo
+from saccade.util.lazily import lazily
 
 
 class Program:

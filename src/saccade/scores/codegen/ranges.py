@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from saccade.arguments import MOST_FLOAT32
+from saccade.util.arguments import MOST_FLOAT32
 
 LONGEST = 1 << 22
 """The largest length with score functions: indices below it and their differences are exact in float32."""

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from saccade.bounded_cache import BoundedCache
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.recorder import Computed, Recording
 from saccade.scores.recording.tape import Tape
+from saccade.util.bounded_cache import BoundedCache
 
 
 class Unproven(Exception):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from saccade.dispatch_mode import DispatchMode
 from saccade.scores.recording.advice import BEHIND, READS, refusal_of
 from saccade.scores.recording.tape import Refused
+from saccade.util.dispatch_mode import DispatchMode
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}

@@ -1,0 +1,118 @@
+"""Gluon kernels for Hopper, warp-specialised and fed by bulk copies: forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
+from saccade.backends.hopper.forward import splits
+from saccade.backends.hopper.latent import limits
+from saccade.call import Call
+from saccade.call.arrivals import Arrivals
+from saccade.call.spec import EIGHT_BIT_WORDS, Spec
+from saccade.masks import KINDS as MASKS
+from saccade.scores import Traced
+from saccade.util import hardware
+
+obstacle, recorder = hardware.triton_obstacle, device.recorder
+SUPPORT = Support(
+    devices=("sm90",),
+    dtypes=("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"),
+    masks=MASKS,
+    scores=(ANY_SCORE,),
+    flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "latent", "aligned"),
+    max_d=256,
+    wider=(("latent", *limits.DIMS),),
+    multiple_of=8,
+    needs=("aligned",),
+)
+GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
+
+WAITS_FOR_KEYS = True
+"""Whether the forward takes `arrivals`."""
+
+# Which paged calls the forward takes.
+MIN_PAGE_ROWS = 8
+"""Rows of a page that a bulk copy brings at least: those whose places in shared memory are swizzled together."""
+LEAST_ROWS, LEAST_EIGHT_BIT_ROWS = 17, 64
+"""Mean query rows of a sequence and a key head: with fewer the memory decides, and `triton` is as fast or faster."""
+LEAST_ITEMS = 64
+"""Work items, or parts of their keys: with fewer half of an H200 is idle (notes/triton.md)."""
+
+
+def refusals(call: Call, gradient: bool) -> list[str]:
+    """Why these kernels do not take a call whose Spec they support."""
+    layout = call.layout
+    if gradient and call.positions is not None and call.dropout is not None:
+        return ["has no room in shared memory for positions beside dropout"]
+    if gradient or not layout.has_pages:
+        return []
+    if limits.applies(call):
+        return limits.refusals(call)
+    size = call.k.shape[2]
+    reasons = []
+    if size % MIN_PAGE_ROWS:
+        reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
+    if layout.num_splits is not None:
+        reasons.append(f"cuts keys as it likes: not with num_splits={layout.num_splits}")
+    rows = -(-call.q.shape[0] * call.q.shape[2] * call.group // max(layout.sequences, 1))
+    items = splits.work_items(call) * splits.most_splits(call)
+    least = LEAST_ROWS if call.descale is None else LEAST_EIGHT_BIT_ROWS
+    if layout.sequences and (rows < least or items < LEAST_ITEMS):
+        reasons.append(
+            f"takes many query rows for pages: at least {least} for each sequence and key head, not {rows}, and at "
+            f"least {LEAST_ITEMS} blocks of {splits.ITEM_ROWS} of them, times parts of {splits.LEAST_KEYS} keys, not "
+            f"{items}"
+        )
+    return reasons
+
+
+def outrun(call: Call) -> str | None:
+    """Measured of a bias that no bulk copies bring: 157 against 125 us and 1151 against 930 for d 64, 222 against 256
+    and 1656 against 1826 for d 128."""
+    score, d = call.score, max(call.q.shape[3], call.v.shape[3])
+    if d > 64 or not isinstance(score, Traced) or not score.program.own_elements:
+        return None
+    from saccade.backends.hopper.forward.launch import captured_rows
+
+    if captured_rows(call) is not None:
+        return None
+    return "triton reads a bias of every score faster for head dims up to 64, unless it has 16 bits and aligned rows"
+
+
+def workspace(spec: Spec) -> str:
+    rows = 12 if spec.sink else 8
+    sums = f"4 bytes for every element of q, d in whole multiples of 64, and {rows} for every query row and head"
+    shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
+    turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
+    turns += score_workspace(spec)
+    if spec.latent and spec.d > SUPPORT.max_d:
+        return "forward: 4 bytes for every element of out, and 17 MB"
+    if spec.dtype in EIGHT_BIT_WORDS:
+        return "forward: 8 bytes for every stream, and v once more"
+    if spec.layout == "paged":
+        return "forward: 8 bytes for every stream, and where keys are split 4 bytes for each element of out and split"
+    return f"forward: 8 bytes for every stream; backward: {sums}{turns}{shares if spec.group > 1 else ''}"
+
+
+def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | None = None) -> Outputs:
+    if limits.applies(call):
+        from saccade.backends.hopper.latent import launch as latent_launch
+
+        return latent_launch.forward(call, launches, lse)
+    from saccade.backends.hopper.forward import launch
+
+    return launch.forward(call, launches, lse, arrivals=arrivals)
+
+
+def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
+    from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.hopper.backward import launch as backward_launch
+
+    saved = row_totals.divide_gradients(call, launches, saved, fast=True)
+    levels = backward_launch.level_sums_of(call, saved)
+    captured = backward_launch.captured_of(call, saved)
+    gradients = backward_launch.backward(call, launches, saved, levels, captured)
+    made = {} if captured is None else captured.made
+    return *gradients, captured_gradients.gradients(call, launches, saved, fast=True, levels=levels, made=made)

@@ -1,0 +1,96 @@
+"""The stores: dk and dv in whole tiles, the last one of a packed sequence row by row; dq goes to its accumulator."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from saccade.backends.hopper.backward.dq_semaphore import acquire, release
+from saccade.backends.hopper.backward.tile_scheduler import has_work, read_record
+from saccade.backends.hopper.ptx import wait_until_written
+from saccade.backends.hopper.shim import tma_reduce_add, tma_store, wait_for_last
+from saccade.backends.hopper.tiles import store_rows
+
+
+@gluon.jit
+def store_keys(desc, x, tile, rows, block, key, COLUMN: gl.constexpr):
+    """Writes a tile, [1, 1, 64, columns] and once more [64, columns], to the keys from `key` on, from COLUMN on.
+
+    x: the tensor itself where sequences are packed: after the rows of one is the next, where a bulk copy would go on.
+    Else None.
+    """
+    b, at = block.row_of_k(key)
+    if x is None:
+        tma_store(desc, [b, block.share, at, COLUMN], tile)
+    else:
+        there = block.packed.there - key
+        if there >= 64:
+            tma_store(desc, [b, block.share, at, COLUMN], tile)
+        else:
+            store_rows(rows, x, block.share, at, there, block.share + 1, rows.shape[1], 64, COLUMN)
+
+
+@gluon.jit
+def dq_tile(c: gl.constexpr, n, block, args):
+    """Which tile of dq_accum consumer c's half of dq of step n is."""
+    h, q_block = block.place(n, args.group)
+    return block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * 2 + c
+
+
+@gluon.jit
+def store_ds(c: gl.constexpr, desc, tile, n, block, args):
+    """Stores ds of consumer c's keys and the rows of step n, where it is the gradient of a captured tensor."""
+    h, q_block = block.place(n, args.group)
+    b = block.b if args.gradient.by_row else block.b * 0
+    h = h if args.gradient.by_head else h * 0
+    tma_store(desc, [b, h, q_block * args.kv_blocks.BLOCK_Q, block.start + c * 64], tile)
+
+
+@gluon.jit
+def reduce_dq(c: gl.constexpr, dq_desc, gradient_desc, shared, args):
+    """Adds consumer c's halves of dq to global memory, of one item after the other, and stores its ds if there is a
+    `gradient_desc`."""
+    wait_for_last()  # for the zeros that dq is added to
+    item = gl.to_tensor(0)
+    first = gl.to_tensor(0)
+    shared.items.wait(0)
+    while has_work(shared.items, item):
+        block = read_record(shared.items, item, args.kv_blocks)
+        shared.items.release(item)
+        steps = block.steps(args.group)
+        reduce_steps(c, dq_desc, gradient_desc, shared, block, first, steps, args)
+        if gradient_desc is not None:
+            first += steps
+        item += 1
+        shared.items.wait(item)
+
+
+@gluon.jit
+def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, steps, args):
+    """Adds consumer c's halves of dq of so many steps of a block, of which `first` is the first."""
+    outbox = shared.outbox
+    # A box is what the second consumer makes: it may have fewer columns.
+    BOX: gl.constexpr = dq_desc.block_shape[1]
+    COPIES: gl.constexpr = outbox.tiles.shape[2] // BOX if c == 0 else 1
+    semaphore = args.dq_semaphore
+    for n in range(steps):
+        tile = dq_tile(c, n, block, args)
+        if semaphore is not None:
+            acquire(semaphore, tile, args.kv_blocks, block, block.place(n, args.group)[1], 1)
+        outbox.receive(c)
+        if gradient_desc is not None:
+            # dq was made of it: all of it is there. The consumer overwrites it after the wait for the next place.
+            store_ds(c, gradient_desc, shared.ds.part(c, first + n), n, block, args)
+        for i in gl.static_range(COPIES):
+            tma_reduce_add(dq_desc, [tile, i * BOX], outbox.tiles.index(c).slice(i * BOX, BOX, 1))
+        tma.store_wait(0)
+        outbox.clear(c)
+        if semaphore is not None and n > 0:
+            wait_until_written(1)
+            release(semaphore, dq_tile(c, n - 1, block, args))
+    if semaphore is not None:
+        wait_until_written(0)
+        release(semaphore, dq_tile(c, steps - 1, block, args))

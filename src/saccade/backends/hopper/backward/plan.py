@@ -1,0 +1,291 @@
+"""What calls of one key share: how the backward cuts rows, keys and head dims, and the launches of its kernels."""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+from triton.experimental.gluon import language as gl
+
+from saccade.backends.device import dropout, level_sums, masks, scores, sequences
+from saccade.backends.device.records import TensorArgs, runtime_bytes
+from saccade.backends.hopper.backward.capture import BackwardCapture
+from saccade.backends.hopper.backward.clear import CHUNK, clear_kernel
+from saccade.backends.hopper.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
+from saccade.backends.hopper.backward.dq_semaphore import rank_kernel
+from saccade.backends.hopper.backward.kernel import backward_kernel
+from saccade.backends.hopper.backward.share_sums import TILE, share_sums_kernel
+from saccade.backends.hopper.backward.tile_scheduler import TileSchedulerArgs
+from saccade.backends.hopper.backward.wide_kernel import wide_backward_kernel
+from saccade.backends.hopper.forward.config import SHARED_BYTES
+from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
+from saccade.call import Call
+from saccade.scores import Traced
+
+BALANCE = 7
+"""Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
+SECTION = 4
+"""Heads whose kv blocks take turns, where no two share keys."""
+MANY = 96
+"""Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
+
+HANDED = 852
+"""Bytes of shared memory, at most, for barriers, numbers of work items and what each call hands to the kernel's warps,
+as Triton passes all that these use through shared memory."""
+TABLE_BYTES = 20
+"""Of a table of distances, among what it hands to them."""
+
+L2_BYTES = 32 << 20
+"""What stays in the cache beside the keys: q, dout and dq_accum of the heads of packed sequences whose kv blocks take
+turns (notes/distributed.md)."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How a kernel cuts head dims d and d_v, rows and keys."""
+
+    kernel: Any
+    block_q: int
+    block_k: int
+    columns: int
+    """of q and k: d in whole boxes"""
+    v_columns: int
+    box: int
+    """Columns of one bulk copy."""
+    prepared_rows: int
+    """of one program of preprocess_kernel"""
+
+    @staticmethod
+    def of(d: int, d_v: int, captured: bool = False) -> BackwardConfig:
+        """captured: score functions take tiles of a captured tensor, for which there is room and registers beside 64
+        rows."""
+        if max(d, d_v) <= 64:
+            return BackwardConfig(backward_kernel, 64 if captured else 128, 128, 64, 64, 64, 64)
+        if max(d, d_v) <= 128:
+            return BackwardConfig(backward_kernel, 64, 128, 128, 128, 128, 64)
+        columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
+        return BackwardConfig(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+
+    @property
+    def stays(self) -> bool:
+        """Whether programs stay on a multiprocessor, and draw kv blocks; else each has one."""
+        return self.kernel is backward_kernel
+
+    @property
+    def turned(self) -> bool:
+        """Whether pieces of dq_accum are transposed: a consumer has half of 64 rows, or of 64 columns, and a product
+        64 of one."""
+        return self.block_q == self.columns
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a piece of dq_accum."""
+        return PIECE.value // 2 if self.turned else PIECE.value
+
+    @property
+    def pieces(self) -> int:
+        """of dq_accum in a q block"""
+        return self.block_q * self.columns // self.piece
+
+    def tile_bytes(self, captured: bool, tight: bool) -> int:
+        """Shared memory of tiles, where programs stay: of q, dout, ds, their LSE and delta two, and one of dq."""
+        k_places = 1 if (captured or tight) and self.columns > 64 else 2
+        v_places = 1 if tight or self.v_columns > 64 else 2
+        rows = 4 * (self.columns + self.v_columns) + 4 * self.block_k + 16 + 4 * self.columns + 512 * captured
+        return self.block_q * rows + 2 * self.block_k * (k_places * self.columns + v_places * self.v_columns)
+
+    def shared_bytes(self, call: Call, captured: bool, tight: bool) -> int:
+        """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
+        tight: with one place for a tile of values, and for one of long keys, where there are two."""
+        rules = masks.record(call), scores.record(call, fast=True), dropout.record(call)
+        given = runtime_bytes((*rules, *sequences.spans(call)))
+        if isinstance(call.score, Traced):
+            given += TABLE_BYTES * len(call.score.program.distance_inputs)
+        return self.tile_bytes(captured, tight) + HANDED + given
+
+    def constants(self, d: int, d_v: int) -> dict[str, Any]:
+        if self.stays:
+            return {"D_LAST": upper_half(d, self.columns), "DV_LAST": upper_half(d_v, self.v_columns)}
+        return {"D": self.columns, "D_V": self.v_columns}
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """What calls of one key share: no tensors, and no values."""
+
+    fold: bool
+    flat: bool
+    """Blocks beyond the reach of the score's tables have steps of their own."""
+    tight: bool
+    """Functions capture so much that there is less room for tiles."""
+    launches: tuple[TMALaunch, ...]
+    """Of the kernel that clears a captured tensor's gradient, if there is one to clear, of the rank kernel, if dq is
+    added in order, of the preprocess, the main and the postprocess kernel, and of the sums of shares, if there are."""
+    ranks: tuple[int, ...] | None
+    """Shape of the semaphore's ranks, or None: dq is added in any order."""
+    counters: int
+    """of the semaphore"""
+    rows: int
+    """of delta and start"""
+    tiles: tuple[int, int]
+    """dq_accum's shape"""
+    records: tuple[tuple[Any, ...], ...]
+    """TensorArgs of dout, out and dq but for their pointers."""
+    order: Any
+    divided: int
+    """Shares of a group, each of which has a dk and a dv of its own."""
+
+    @staticmethod
+    def of(
+        call: Call,
+        dout: Tensor,
+        out: Tensor,
+        gradients: tuple[Tensor, ...],
+        processors: int,
+        config: BackwardConfig,
+        captured: BackwardCapture | None = None,
+    ) -> BackwardPlan:
+        q, k, v = call.q, call.k, call.v
+        b, h_q, s_q, d = q.shape
+        h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]
+        block_q, block_k = config.block_q, config.block_k
+        packed = call.layout.ragged_keys
+        if packed:  # and one of each that is no sequence's
+            blocks, kv_blocks = (sequences.slots(call, *side) + 1 for side in ((0, block_q), (1, block_k)))
+        else:
+            blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
+        rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)
+        programs = b * h_k * kv_blocks
+        divided = shares_of(call.group, programs, processors * (1 if call.mask is None else BALANCE))
+        if call.mask is not None and "h" in call.mask.indices:  # a list is of one head
+            divided = call.group
+        flat = config.stays and not call.deterministic and level_sums.flat(call)
+        if flat:  # what is in reach is so for one head
+            divided = call.group
+        dq, dk, dv = gradients
+        if divided > 1:
+            dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
+        operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
+        parts = blocks * block_q // config.prepared_rows
+        # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
+        listed = call.mask is not None and call.mask.listed
+        spills = listed or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
+        plain_scores = call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
+        fold = block_q == 64 and plain_scores and not spills
+        masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
+        section = SECTION if call.group == 1 else divided
+        if call.deterministic and kv_blocks > MANY:
+            section = min(section, 2)
+        if packed:  # in rows, as sequences have more or fewer
+            section = L2_BYTES // (call.group * ((d + d_v) * q.element_size() + 4 * d))
+        else:
+            section = min(section, b * h_k * divided)
+        # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum and what is captured
+        shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
+        if config.stays:
+            second = 64 * upper_half(d, config.columns) if block_q == 64 else PIECE.value
+            shapes.append(plain(tiles, (1, second)))
+            if captured is not None:
+                shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
+        chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
+        preprocess = TMALaunch(
+            preprocess_kernel,
+            (b * h_q * parts, 1, 1),
+            (),
+            (h_q, s_q, parts),
+            {
+                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
+                "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
+            },
+            OPTIONS,
+        )  # fmt: skip
+        main = TMALaunch(
+            config.kernel,
+            (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
+            shapes,
+            (call.group // divided, h_q, blocks),
+            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
+            chained,
+        )
+        postprocess = TMALaunch(
+            postprocess_kernel,
+            (b * h_q * blocks * config.pieces, 1, 1),
+            (),
+            (h_q, s_q, blocks),
+            {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces, "TURNED": config.turned},
+            chained,
+        )
+        launches = preprocess, main, postprocess
+        if call.deterministic and not listed:
+            sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k}
+            one_warp = {**OPTIONS, "num_warps": 1}
+            ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
+            launches = ranks, *launches
+        if captured is not None and captured.clears:
+            launches = clearing(call, captured, config), *launches
+        if divided > 1:
+            launches = *launches, summing(call, divided)
+        return BackwardPlan(
+            fold=fold,
+            flat=flat,
+            tight=config.stays and config.shared_bytes(call, captured is not None, False) > SHARED_BYTES,
+            launches=launches,
+            ranks=(b, kv_blocks, blocks) if call.deterministic else None,
+            counters=2 * b * h_q * blocks,
+            rows=rows,
+            tiles=tiles,
+            records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
+            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
+            divided=divided,
+        )
+
+
+def clearing(call: Call, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:
+    """Of the kernel that clears what the main one leaves out of a captured tensor's gradient."""
+    assert captured.gradient is not None
+    (b, h, s_q), s_k = call.q.shape[:3], call.k.shape[2]
+    blocks, q_blocks = -(-s_k // config.block_k), -(-s_q // config.block_q)
+    grid = b * h * blocks, -(-q_blocks // CHUNK), 1
+    numbers = blocks, q_blocks, h, s_q, s_k, *captured.gradient.x.stride()[:3]
+    sizes = {"BLOCK_Q": config.block_q, "BLOCK_K": config.block_k, "ROWS": CHUNK}
+    return TMALaunch(clear_kernel, grid, (), numbers, sizes, OPTIONS)
+
+
+def summing(call: Call, divided: int) -> TMALaunch:
+    """Of the kernel that adds up the dk and dv of shares."""
+    (b, h_k, s_k, d), d_v = call.k.shape, call.v.shape[3]
+    block_d, block_dv = next_power_of_2(d), next_power_of_2(d_v)
+    rows = TILE // max(block_d, block_dv)
+    sizes = {"D": d, "D_V": d_v, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "ROWS": rows}
+    return TMALaunch(share_sums_kernel, (b * h_k * -(-s_k // rows), 2, 1), (), (divided, h_k, s_k), sizes, OPTIONS)
+
+
+def upper_half(d: int, columns: int) -> int:
+    """How many columns products work on of the upper half of `columns`, so that they cover d; all of 64's."""
+    return columns // 2 if columns == 64 else min(columns // 2, max(16, next_power_of_2(d - columns // 2)))
+
+
+def shares_of(group: int, programs: int, least: float) -> int:
+    """Into how many shares a group is divided, so that there are at least so many programs, if it can be."""
+    return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
+
+
+def share_by_share(x: Tensor, divided: int) -> Tensor:
+    """Memory for dk or dv of each share, (b, h_k divided, s_k, d); every row of it will be written."""
+    b, h_k, s_k, d = x.shape
+    return torch.empty(b, h_k * divided, s_k, d, dtype=x.dtype, device=x.device)
+
+
+def plain(shape: Sequence[int], block: tuple[int, ...]) -> dict[str, Any]:
+    """All of a descriptor but its pointer, for contiguous float32 numbers in pieces that are contiguous too."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    layout = gl.NVMMASharedLayout(0, 32, rank=len(shape))
+    return {"shape": list(shape), "strides": strides, "block_shape": list(block), "layout": layout}

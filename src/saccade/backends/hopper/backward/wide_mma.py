@@ -1,0 +1,304 @@
+"""The consumers of the backward above d = 128: one has dv, the other dk, and each half of every dq.
+
+The first consumer's dq is one step late: s(i), exp2, p(i) handed over, dq(i - 1), dv. So what it waits for came long
+ago, and while either consumer computes in registers, the other one's products keep the tensor cores busy.
+
+Head dims come in chunks of 64 columns. Sums are tiles of 128 or 256 columns, or of 128 and 64 where a head dim
+takes 192: a tuple of one or of two tiles.
+"""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from saccade.backends.device.dropout import opened
+from saccade.backends.hopper.backward.args import BackwardArgs
+from saccade.backends.hopper.backward.dq_accum import add_dq, from_register_order, to_register_order
+from saccade.backends.hopper.backward.dq_semaphore import acquire, release_fenced
+from saccade.backends.hopper.backward.epilogue import store_keys
+from saccade.backends.hopper.backward.kv_block import KVBlock, next_place
+from saccade.backends.hopper.backward.pipeline import PDSExchange
+from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.dropout import score_gradient
+from saccade.backends.hopper.pipeline import Ring
+from saccade.backends.hopper.ptx import uniform
+from saccade.backends.hopper.shim import Value, aggregate, view, wait_for_last
+from saccade.backends.hopper.tiles import product_layout, wait_for_sums
+
+BLOCK = gl.constexpr(64)
+"""Rows and keys of a tile, and columns of a chunk."""
+
+
+@gluon.constexpr_function
+def first_part(d):
+    """Columns of the first of two parts of d, or all of them: tiles have powers of two."""
+    return 128 if d == 192 else d
+
+
+@gluon.constexpr_function
+def slots(d):
+    """Chunks that a stage has room for: a power of two, so that tiles of any width begin at a stage."""
+    return 2 if d == 128 else 4
+
+
+SCORES = gl.constexpr(product_layout(64))
+
+
+@aggregate
+class WideShared:
+    """What the groups of warps share."""
+
+    q_ring: Ring
+    dout_ring: Ring
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    neg_lse: gl.shared_memory_descriptor
+    neg_delta: gl.shared_memory_descriptor
+    exchange: PDSExchange
+
+
+@gluon.jit
+def part(tiles, stage, D: gl.constexpr, START: gl.constexpr, COLUMNS: gl.constexpr):
+    """Columns from START on of the tile [64, D] in a stage, [64, COLUMNS]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], tiles.dtype)
+    PARTS: gl.constexpr = slots(D) * BLOCK // COLUMNS
+    parts = view(tiles, [tiles.shape[0] * BLOCK // COLUMNS, BLOCK, COLUMNS], LAYOUT)
+    return parts.index(stage * PARTS + START // COLUMNS)
+
+
+@gluon.jit
+def zeros(D: gl.constexpr):
+    """The parts of a sum [64, D]."""
+    WIDE: gl.constexpr = first_part(D)
+    wide = gl.zeros([BLOCK, WIDE], gl.float32, product_layout(WIDE))
+    if WIDE < D:
+        return wide, gl.zeros([BLOCK, D - WIDE], gl.float32, product_layout(D - WIDE))
+    else:
+        return (wide,)
+
+
+@gluon.jit
+def issue_scores(tiles, other, stage, start, D: gl.constexpr, ONTO: gl.constexpr):
+    """Starts x y^T [64, 64], onto `start` if ONTO; x is all of `tiles`, and y a stage of `other`."""
+    WIDE: gl.constexpr = first_part(D)
+    x = part(tiles, 0, D, 0, WIDE)
+    s = warpgroup_mma(x, part(other, stage, D, 0, WIDE).permute((1, 0)), start, use_acc=ONTO, is_async=True)
+    if WIDE < D:
+        x = part(tiles, 0, D, WIDE, D - WIDE)
+        s = warpgroup_mma(x, part(other, stage, D, WIDE, D - WIDE).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_sum(x, tiles, stage, acc, D: gl.constexpr):
+    """Starts acc += x y, part by part; x [64, 64] in registers, y a stage of `tiles`."""
+    WIDE: gl.constexpr = first_part(D)
+    operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[0].type.layout, 2))
+    wide = warpgroup_mma(operand, part(tiles, stage, D, 0, WIDE), acc[0], is_async=True)
+    if WIDE < D:
+        operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[1].type.layout, 2))
+        return wide, warpgroup_mma(operand, part(tiles, stage, D, WIDE, D - WIDE), acc[1], is_async=True)
+    else:
+        return (wide,)
+
+
+@gluon.constexpr_function
+def dq_columns(c, d):
+    """Columns of dq that consumer c computes."""
+    wide = 128 if d == 192 else d // 2
+    return d - wide if c else wide
+
+
+@aggregate
+class WideConsumer:
+    """What the steps of a consumer have in common; c: which of the two it is."""
+
+    c: gl.constexpr
+    args: BackwardArgs
+    dropout: Value
+    """opened, or None"""
+    shared: WideShared
+    block: KVBlock
+    dq_accum: gl.tensor
+    kv_idx: Value
+    steps: gl.tensor
+    D: gl.constexpr
+    D_V: gl.constexpr
+
+    @gluon.jit
+    def issue_dq(self, n):
+        """Starts the consumer's columns of dq = ds^T k of step n, [64, dq_columns]."""
+        COLUMNS: gl.constexpr = dq_columns(self.c, self.D)
+        zero = gl.zeros([BLOCK, COLUMNS], gl.float32, product_layout(COLUMNS))
+        ds = self.shared.exchange.ds.index(n & 1)
+        k = part(self.shared.k_tiles, 0, self.D, self.c * dq_columns(0, self.D), COLUMNS)
+        return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def add_dq(self, dq, n):
+        """Adds the consumer's columns of dq of step n. Step -1 has zeros, and adds them to the first q block."""
+        args = self.args
+        semaphore = args.dq_semaphore
+        h, q_block = self.block.place(gl.maximum(n, 0), args.group)
+        tile = self.block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks)
+        if semaphore is not None:
+            acquire(semaphore, 2 * tile + self.c, args.kv_blocks, self.block, q_block, 4)
+        add_dq(dq, self.dq_accum + tile.to(gl.int64) * (BLOCK * self.D) + self.c * dq_columns(0, self.D) * BLOCK)
+        if semaphore is not None and n >= 0:
+            release_fenced(semaphore, 2 * tile + self.c)
+
+    @gluon.jit
+    def dv_step(self, dv, neg_lse, n, h, q_block, MASKED: gl.constexpr):
+        """The first consumer's step: dv of one more q block, and dq of the one before. Returns dv and the next step's
+        -lse."""
+        shared = self.shared
+        FOLD: gl.constexpr = self.args.FOLD
+        bounds = bounds_of_rows(self.args.kv_blocks, self.block, q_block, gl.SliceLayout(0, SCORES)) if MASKED else ()
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, bounds, MASKED, ())
+        zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+        stage = n % 2
+        # s and p: [64, 64]
+        if FOLD:
+            s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, tile.start(neg_lse, zero), self.D, True)
+        else:
+            shared.q_ring.wait(n)
+            s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, zero, self.D, False)
+        s = warpgroup_mma_wait(0, [s])
+        p = tile.weights(s, shared.neg_lse.index(stage), ())
+        shared.q_ring.release(n)
+        p, weights = tile.drop(p)
+        weights = weights.to(shared.k_tiles.dtype)
+        p = tile.apply_slope(p, s, ())
+        shared.exchange.take_ds()
+        shared.exchange.give_p(to_register_order(p))
+        dq = self.issue_dq(n - 1)
+        shared.dout_ring.wait(n)
+        dv = issue_sum(weights, shared.dout_ring.tiles, stage, dv, self.D_V)
+        dq = warpgroup_mma_wait(len(dv), [dq])
+        self.add_dq(dq, n - 1)
+        if FOLD:
+            # After the last step there is no next one: its own numbers, which are not used.
+            stage = shared.q_ring.wait(gl.minimum(n + 1, self.steps - 1))
+            neg_lse = shared.neg_lse.index(stage).load(gl.SliceLayout(0, SCORES))
+        dv = wait_for_sums(0, dv)
+        shared.dout_ring.release(n)
+        return dv, neg_lse
+
+    @gluon.jit
+    def dk_step(self, dk, n):
+        """The second consumer's step: dk and dq of one more q block. Returns dk."""
+        shared = self.shared
+        zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+        stage = shared.dout_ring.wait(n)
+        # dp and ds: [64, 64]
+        delta = shared.neg_delta.index(stage).load(gl.SliceLayout(0, SCORES))
+        if self.dropout is None:
+            dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, spread(delta, zero), self.D_V, True)
+        else:
+            dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, self.D_V, False)
+        dp = warpgroup_mma_wait(0, [dp])
+        shared.dout_ring.release(n)
+        order: gl.constexpr = to_register_order(zero).type.layout
+        p = gl.convert_layout(from_register_order(shared.exchange.take_p(order), BLOCK), SCORES)
+        dropout = self.dropout
+        ds = p * dp if dropout is None else score_gradient(p, dp, gl.expand_dims(delta, 0), dropout.rescale)
+        ds = ds.to(shared.k_tiles.dtype)
+        shared.exchange.give_ds(n, ds)
+        dq = self.issue_dq(n)
+        shared.q_ring.wait(n)
+        dk = issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D)
+        dq = warpgroup_mma_wait(len(dk), [dq])
+        self.add_dq(dq, n)
+        dk = wait_for_sums(0, dk)
+        shared.q_ring.release(n)
+        return dk
+
+
+@gluon.jit
+def store(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr):
+    """Stores factor acc [64, D] in global memory by way of a stage of `tiles`; x as `store_keys` takes it."""
+    WIDE: gl.constexpr = first_part(D)
+    part(tiles, stage, D, 0, WIDE).store((acc[0] * factor).to(tiles.dtype))
+    if WIDE < D:
+        part(tiles, stage, D, WIDE, D - WIDE).store((acc[1] * factor).to(tiles.dtype))
+    fence_async_shared()
+    for i in gl.static_range(D // BLOCK):
+        tile = tiles.index(stage * slots(D) + i)
+        store_keys(desc, x, tile, tile.reshape([BLOCK, BLOCK]), block, block.start, i * BLOCK)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr):
+    """The first consumer: p, dv, and the first columns of every dq."""
+    # [64, D_V]
+    dv = zeros(D_V)
+    # [64]
+    kv_idx = block.start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
+    group = args.group
+    steps = block.steps(group)
+    dropout = None
+    if args.dropout is not None:
+        dropout = opened(args.dropout)
+    consumer = WideConsumer(0, args, dropout, shared, block, dq_accum, kv_idx, steps, D, D_V)
+    wait_for_last()
+    mbarrier.wait(shared.kv_full, 0)
+    # [64]
+    neg_lse = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, SCORES))
+    if args.FOLD:
+        neg_lse = shared.neg_lse.index(shared.q_ring.wait(0)).load(neg_lse.type.layout)
+    if args.MASKED:
+        masked = block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(0, masked, disable_licm=True):
+            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.edge(i), True)
+            h, i = next_place(h, i, blocks)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, steps, disable_licm=True):
+            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.inner(i), False)
+            h, i = next_place(h, i, blocks)
+    else:
+        for n in tl.range(steps, disable_licm=True):
+            h, q_block = block.place(n, group)
+            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, q_block, False)
+    shared.exchange.take_ds()
+    dq = consumer.issue_dq(steps - 1)
+    dq = warpgroup_mma_wait(0, [dq])
+    consumer.add_dq(dq, steps - 1)
+    # The last dout has been read by both: the second consumer gave the last ds after it.
+    x = None if packed is None else packed.dv
+    rescale = 1.0 if dropout is None else dropout.factor
+    store(dv_desc, x, dv, rescale, block, shared.dout_ring.tiles, (steps - 1) % 2, D_V)
+
+
+@gluon.jit
+def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr):
+    """The second consumer: ds, dk, and the other columns of every dq."""
+    # [64, D]
+    dk = zeros(D)
+    steps = uniform(block.steps(args.group))
+    consumer = WideConsumer(1, args, args.dropout, shared, block, dq_accum, None, steps, D, D_V)
+    wait_for_last()
+    mbarrier.wait(shared.kv_full, 0)
+    # Zeros, which the first step adds to the sums of its own q block: cheaper than a test in every step.
+    shared.exchange.give_ds(-1, gl.zeros([BLOCK, BLOCK], shared.k_tiles.dtype, SCORES))
+    for n in tl.range(steps, disable_licm=True):
+        dk = consumer.dk_step(dk, n)
+    # The last q has been read by both: the first consumer gave the last p after it.
+    x = None if packed is None else packed.dk
+    store(dk_desc, x, dk, args.scale, block, shared.q_ring.tiles, (steps - 1) % 2, D)

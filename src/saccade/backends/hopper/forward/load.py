@@ -1,0 +1,381 @@
+"""The forward's producer: one warp that draws work and keeps the pipeline full."""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, placed
+from saccade.backends.device.tiles import tile_range
+from saccade.backends.hopper.forward.epilogue import passes_unseeing, store_unseeing
+from saccade.backends.hopper.forward.paged_tma import load_pages, pages_of, part_of, splits_of
+from saccade.backends.hopper.forward.tile_scheduler import FEW, LATE, packed_list, packed_place, sorted_item
+from saccade.backends.hopper.forward.transpose import SEQUENCE_BLOCK
+from saccade.backends.hopper.forward.work_tile import (
+    BATCH,
+    BLOCK,
+    FIRST_ROW,
+    HI,
+    IN_GROUP,
+    KEY_HEAD,
+    KEYS,
+    LO,
+    PART,
+    ROW,
+    THERE,
+    USED,
+    block_list_of,
+    put_tiles,
+    tile_at,
+)
+from saccade.backends.hopper.ptx import begin_count, count_up, wait_for_copies
+from saccade.backends.hopper.shim import Value, aggregate, tma_load
+from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, zero_tail
+
+
+@aggregate
+class LoadTile:
+    """A work item as it is loaded."""
+
+    b: gl.tensor
+    """batch row; packed: first key; of pages: sequence"""
+    h_k: gl.tensor
+    in_group: gl.tensor
+    row: gl.tensor
+    keys: gl.tensor
+    lo: gl.tensor
+    hi: gl.tensor
+    skipped: gl.tensor
+    """how many tiles a consumer may have to skip before the first that it sees"""
+    place: Value
+    """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
+    runs: which of `ArrivalArgs.steps` brings the item's"""
+
+
+@gluon.jit
+def plan_list(pipe, at, partial, tiles):
+    """The same as `plan_tiles` of a block list: LO to HI are places in it, counted from its end, so that the partial
+    tiles, which come first, are after the core."""
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        put_tiles(pipe.slots, at, c, 0, 0, tiles - partial, tiles)
+    hi = gl.maximum(tiles, 1)
+    return hi * 0, hi, hi * 0
+
+
+@gluon.jit
+def plan_tiles(args, pipe, at, b, row, rows, keys, part):
+    """Writes which tiles of keys each consumer takes. Returns LO, HI, and how many of the tiles a consumer may have to
+    skip before the first that it sees."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    ROWS: gl.constexpr = pipe.shape.ROWS
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    lo = gl.to_tensor(1 << 30)
+    hi = gl.to_tensor(0)
+    least = gl.to_tensor(1 << 30)
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        # [64]
+        q_idx = row + c * ROWS + gl.arange(0, 64, layout) % ROWS
+        keys_lo, keys_hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - rows)
+        first, core, core_end, end = tile_range(keys_lo, keys_hi, core_lo, core_hi, q_idx < rows, keys, BLOCK_K)
+        if end > first:
+            lo = gl.minimum(lo, first)
+            least = gl.minimum(least, end)
+        hi = gl.maximum(hi, end)
+        put_tiles(pipe.slots, at, c, first // BLOCK_K, core // BLOCK_K, core_end // BLOCK_K, end // BLOCK_K)
+    # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones. Where the
+    # producer passes over items that see nothing, one consumer's rows see some key.
+    LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
+    hi = gl.maximum(hi // BLOCK_K, LEAST)
+    lo = gl.minimum(lo // BLOCK_K, hi - LEAST)
+    if args.parts is None:
+        return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
+    else:
+        lo, hi = part_of(args.parts, part, lo, hi)
+        return lo, hi, gl.minimum(gl.maximum(hi - least // BLOCK_K, 0), hi - lo - 1)
+
+
+@gluon.jit
+def open_item(args, pipe, item, drawn):
+    """Writes the numbers of a work item. Returns its LoadTile."""
+    ROWS: gl.constexpr = pipe.shape.ROWS * pipe.shape.CONSUMERS
+    PACK: gl.constexpr = 64 // pipe.shape.ROWS
+    at = pipe.slots.record_of(drawn)
+    part = item * 0
+    if args.parts is not None:
+        part = item % plain_int(args.parts.splits)
+        item = item // plain_int(args.parts.splits)
+        pipe.slots.put(at, PART, part)
+    if is_packed(args.used_q):
+        b, h_k, in_group, row = packed_place(
+            args.scheduler, item, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
+        )
+    else:
+        b, h_k, in_group, row = args.scheduler.place(item, ROWS, PACK)
+    _, first_row, there, rows = extent(args.used_q, b, args.s_q)
+    _, first_key, _, keys = extent(args.used_k, b, args.s_k)
+    pipe.slots.put(at, BATCH, b)
+    pipe.slots.put(at, KEY_HEAD, h_k)
+    pipe.slots.put(at, IN_GROUP, in_group)
+    pipe.slots.put(at, ROW, row)
+    if args.mask.block_sparse:
+        if is_packed(args.used_q):
+            pipe.slots.put(at, BLOCK, packed_list(args.scheduler, item, args.used_q, row, there, ROWS))
+        _, partial, tiles = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
+        lo, hi, skipped = plan_list(pipe, at, partial, tiles)
+    else:
+        lo, hi, skipped = plan_tiles(args, pipe, at, numbered(args.used_q, b), row, rows, keys, part)
+    pipe.slots.put(at, LO, lo)
+    pipe.slots.put(at, HI, hi)
+    if is_packed(args.used_q):
+        pipe.slots.put(at, FIRST_ROW, first_row)
+        pipe.slots.put(at, THERE, there)
+        pipe.slots.put(at, USED, rows)
+        pipe.slots.put(at, KEYS, keys)
+    place = gl.to_tensor(0)  # of one type in every loop
+    if is_packed(args.used_k):
+        if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
+            place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
+        if args.arrivals is not None:
+            place = b * args.h_k + h_k
+        b = first_key
+    return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
+
+
+@gluon.jit
+def load_queries(args, pipe, drawn, tile):
+    """Fills a slot with the query rows of all consumers."""
+    CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
+    CHUNK: gl.constexpr = pipe.shape.D_CHUNK
+    CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    b = tile.b
+    if is_packed(args.used_q):  # rows count from the first of all
+        b = b * 0
+    slot = pipe.slots.claim(drawn)
+    full = pipe.slots.full.index(slot)
+    mbarrier.expect(full, CONSUMERS * CHUNKS * CHUNK * 64 * bytes_of(pipe.slots.tiles.dtype))
+    for c in gl.static_range(CONSUMERS):
+        for chunk in gl.static_range(CHUNKS):
+            q = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
+            row = tile.row + c * pipe.shape.ROWS
+            tma_load(args.q_desc, [b, tile.h_k, tile.in_group, row, chunk * CHUNK], full, q)
+
+
+@gluon.jit
+def open_next(args, pipe, item, items, drawn, tile):
+    """Opens work `drawn`: item `item`, or the first from there on that sees a key. The results of those before are
+    written, and others drawn in their place. Returns its LoadTile, if there is one, and whether there is."""
+    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    more = item < items
+    if not passes_unseeing(args.out, is_packed(args.used_q)):
+        if more:
+            tile = open_item(args, pipe, item, drawn)
+            if EARLY:
+                load_queries(args, pipe, drawn, tile)
+    else:
+        passing = more
+        while passing:
+            tile = open_item(args, pipe, item, drawn)
+            passing = tile.hi == tile.lo
+            if passing:
+                store_unseeing(args, pipe.shape, tile)
+                item = count_up(args.counter, "relaxed") + gl.num_programs(0)
+                more = item < items
+                passing = more
+        if EARLY:  # noqa: SIM102 - known when this is compiled, and the next is not
+            if more:
+                load_queries(args, pipe, drawn, tile)
+    return tile, more
+
+
+@gluon.jit
+def load_captured(args, pipe, stage, tile, start, full):
+    """Fills a stage with what the score function captures for each consumer's rows and the keys from `start` on."""
+    b = tile.b if args.captured.by_row else tile.b * 0
+    h = tile.h_k * args.group + tile.in_group if args.captured.by_head else tile.h_k * 0
+    for c in gl.static_range(pipe.shape.CONSUMERS):
+        place = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
+        tma_load(args.captured_desc, [b, h, tile.row + c * 64, start], full, place)
+
+
+@gluon.jit
+def tiles_there(args, tile, BLOCK_K: gl.constexpr):
+    """How many tiles of a work item have keys that are there; they are the first, as the last keys are."""
+    coming = gl.load(args.arrivals.coming + tile.place // args.h_k)
+    return gl.maximum(tile.hi - (coming + BLOCK_K - 1) // BLOCK_K, 0)
+
+
+@gluon.jit
+def wait_for_keys(arrivals, tile):
+    """Until all keys and values of a work item have come."""
+    step = gl.load(arrivals.steps + tile.place)
+    if step > 0:
+        wait_for_copies(arrivals.done, step)
+
+
+@gluon.jit
+def load_keys(args, pipe, n, tile, start):
+    """Fills the stage of tile n with keys from `start` on."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    CHUNK: gl.constexpr = pipe.shape.D_CHUNK
+    CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
+    page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)
+    b, row = placed(args.used_k, tile.b, start)
+    stage = pipe.keys.claim(n)
+    BYTES: gl.constexpr = BLOCK_K * CHUNKS * CHUNK * bytes_of(pipe.keys.tiles.dtype)
+    if pipe.captured is None:
+        full = pipe.keys.announce(stage, BYTES)
+    else:
+        full = pipe.keys.announce(stage, BYTES + pipe.shape.CONSUMERS * 64 * BLOCK_K * 2)
+        load_captured(args, pipe, stage, tile, start, full)
+    if args.pages is None:
+        for chunk in gl.static_range(CHUNKS):
+            k = pipe.keys.tiles.index(stage * CHUNKS + chunk)
+            tma_load(args.k_desc, [b, tile.h_k, row, chunk * CHUNK], full, k)
+    else:
+        SIZE: gl.constexpr = args.pages.size
+        load_pages(args.k_desc, pipe.keys.tiles, stage, page, tile.h_k, start, SIZE, CHUNKS * CHUNK, BLOCK_K, full)
+
+
+@gluon.jit
+def load_stage(args, pipe, tiles, stage, tile, start, page, barrier):
+    """Fills a stage of tiles with values from `start` on, and counts them in at `barrier`."""
+    if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
+        b = tile.b
+        if is_packed(args.used_k):
+            b = b * 0
+        tma_load(args.v_desc, [b, tile.h_k, 0, tile.place + start], barrier, tiles.index(stage))
+    elif args.pages is None:
+        b, row = placed(args.used_k, tile.b, start)
+        tma_load(args.v_desc, [b, tile.h_k, row, 0], barrier, tiles.index(stage))
+    else:
+        SIZE: gl.constexpr = args.pages.size
+        BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+        BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+        load_pages(args.v_desc, tiles, stage, page, tile.h_k, start, SIZE, BLOCK_DV, BLOCK_K, barrier)
+
+
+@gluon.jit
+def load_values(args, pipe, n, tile, start, tails):
+    """Fills the stage of tile n with values from `start` on, and with zeros after the last key. Returns the number of
+    tails so far."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)  # once more: what a loader holds, it spills
+    if pipe.shape.TRANSPOSER_REGISTERS > 0:  # who makes the zeros
+        stage = pipe.raw.claim(n)
+        pipe.raw.put(pipe.raw.record_of(n), 0, gl.maximum(tile.keys - start, 0))
+        full = pipe.raw.full.index(stage)
+        mbarrier.expect(full, BLOCK_K * BLOCK_DV)
+        load_stage(args, pipe, pipe.raw.tiles, stage, tile, start, page, full)
+    else:
+        tails = load_finished(args, pipe, n, tile, start, page, tails)
+    return tails
+
+
+@gluon.jit
+def load_finished(args, pipe, n, tile, start, page, tails):
+    """The same of values that are as products take them, but for the zeros, which 8-bit ones have already."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    tiles = pipe.values.tiles
+    stage = pipe.values.claim(n)
+    if is_eight_bit(tiles.dtype):
+        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV)
+        load_stage(args, pipe, tiles, stage, tile, start, page, full)
+    elif args.used_k is not None and start + BLOCK_K > tile.keys:
+        landing = pipe.values.landing()
+        mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
+        load_stage(args, pipe, tiles, stage, tile, start, page, landing)
+        mbarrier.wait(landing, tails & 1)
+        v = tiles.index(stage).reshape([BLOCK_K, BLOCK_DV])
+        zero_tail(v, tile.keys - start, BLOCK_K, BLOCK_DV)
+        pipe.values.fill(stage)
+        tails += 1
+    else:
+        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2)
+        load_stage(args, pipe, tiles, stage, tile, start, page, full)
+    return tails
+
+
+@gluon.jit
+def load(args, pipe):  # noqa: C901 - most branches are known when this is compiled
+    """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
+
+    With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
+    follow its first keys, which have stages sooner than the queries have a slot: that is free when out has left, or,
+    where out has a place of its own, before the last values are read.
+    """
+    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+    OWN_OUT: gl.constexpr = pipe.shape.OUT_COLUMNS > 0
+    SORTED: gl.constexpr = pipe.shape.SORTED and EARLY
+    counter = args.counter
+    n = gl.to_tensor(0)
+    tails = gl.to_tensor(0)
+    drawn = gl.to_tensor(0)
+    item = gl.program_id(0)
+    if is_packed(args.used_q):  # as many as there are; a program without one repeats the last one
+        items = gl.load(args.used_q.tiles) * args.scheduler.heads * splits_of(args.parts)
+        item = gl.minimum(item, items - 1)
+    else:
+        items = args.scheduler.blocks * args.scheduler.heads * splits_of(args.parts)
+    more = gl.to_tensor(True)
+    if not passes_unseeing(args.out, is_packed(args.used_q)):
+        tile = open_item(args, pipe, item, 0)
+        if EARLY:
+            load_queries(args, pipe, 0, tile)
+    else:
+        tile, more = open_next(
+            args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, item)
+        )
+    while more:
+        there = gl.to_tensor(0)
+        if args.arrivals is not None:
+            there = tiles_there(args, tile, pipe.shape.BLOCK_K)
+        begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
+        # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
+        # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest
+        # item goes to who is done first.
+        ahead = gl.maximum(begun, tile.skipped) if EARLY else tile.hi - tile.lo - 1
+        if SORTED:  # noqa: SIM102 - known when this is compiled, and the next is not
+            if items > FEW * gl.num_programs(0):
+                ahead = gl.maximum(ahead, tile.hi - tile.lo - 1 - LATE)
+        number = gl.to_tensor(0)
+        upcoming = tile
+        at = pipe.slots.record_of(drawn)
+        block_list, _, _ = block_list_of(args, pipe, at, tile.b, tile.h_k * args.group + tile.in_group, tile.row)
+        for j in range(tile.hi - tile.lo):
+            start = tile_at(args.mask, block_list, tile.hi, tile.hi - 1 - j) * pipe.shape.BLOCK_K
+            if args.arrivals is not None:  # noqa: SIM102
+                if j == there:
+                    wait_for_keys(args.arrivals, tile)
+            if SORTED:  # noqa: SIM102
+                if j == ahead:  # the number comes while keys and values do
+                    number = begin_count(counter, "relaxed")
+            load_keys(args, pipe, n, tile, start)
+            if not EARLY and OWN_OUT and j == 0:
+                load_queries(args, pipe, drawn, upcoming)  # still this one
+            tails = load_values(args, pipe, n, tile, start, tails)
+            n += 1
+            if not EARLY and not OWN_OUT and j == begun:
+                load_queries(args, pipe, drawn, upcoming)
+            if j == ahead:
+                drawn += 1
+                if SORTED:
+                    item = sorted_item(number, items, drawn)
+                else:
+                    item = count_up(counter, "relaxed") + gl.num_programs(0)
+                upcoming, more = open_next(args, pipe, item, items, drawn, upcoming)
+        tile = upcoming
+    pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
+    mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
+    if pipe.shape.TRANSPOSER_REGISTERS > 0:
+        slot = pipe.raw.claim(n)
+        pipe.raw.put(pipe.raw.record_of(n), 0, -1)
+        mbarrier.arrive(pipe.raw.full.index(slot), count=1)
+    # The last program leaves the counters as it found them.
+    if count_up(counter + 1, "acq_rel") == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)

@@ -1,0 +1,227 @@
+"""The latent kernel's producer, which walks along a line of tiles of keys.
+
+It is one warp that copies in bulk, or four that gather rows of pages which are too short for that.
+"""
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from saccade.backends.device.records import plain_int
+from saccade.backends.device.sequences import extent
+from saccade.backends.device.tiles import head, tile_range
+from saccade.backends.hopper.forward.paged_tma import load_pages, pages_of
+from saccade.backends.hopper.latent.pipeline import HALF
+from saccade.backends.hopper.latent.schedule import length_of_line
+from saccade.backends.hopper.shim import aggregate, copy_async, tma_load
+from saccade.backends.hopper.tiles import zero_tail
+
+# Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
+# which no mask is needed, the sequence's rows and keys in use, and whether it is all of the sequence.
+BATCH, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS, WHOLE = (gl.constexpr(i) for i in range(9))
+NUMBERS = 9
+
+
+@aggregate
+class RowTile:
+    """The query rows of a program: 64 / ROWS heads of a group, and ROWS rows of each."""
+
+    number: gl.tensor
+    """of all tiles of rows"""
+    line: gl.tensor
+    h_k: gl.tensor
+    in_group: gl.tensor
+    row: gl.tensor
+
+
+@gluon.jit
+def row_tile(args):
+    """The RowTile of this program."""
+    ROWS: gl.constexpr = args.shape.ROWS
+    number = gl.program_id(0) % args.tiles
+    pack = number // args.blocks
+    packs = args.tiles // args.blocks // args.h_k
+    return RowTile(
+        number, gl.program_id(0) // args.tiles, pack // packs, pack % packs * (64 // ROWS), number % args.blocks * ROWS
+    )
+
+
+@gluon.constexpr_function
+def gathers(page_size):
+    """constexpr: bulk copies would be of fewer rows than are swizzled together"""
+    return page_size % 8 != 0
+
+
+@gluon.jit
+def sequence_at(schedule, place):
+    """The sequence that has tile `place` of all: of so many sequences all tiles come before."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    count = plain_int(schedule.sequences)
+    b = count * 0
+    for start in range(0, count, 128):
+        # [128]
+        i = start + gl.arange(0, 128, layout)
+        end = gl.load(schedule.starts + 1 + i, mask=i < count, other=1 << 30)
+        b += gl.sum((end <= place).to(gl.int32), 0)
+    return b
+
+
+@gluon.jit
+def open_part(args, pipe, rows, b, place, stop, drawn):
+    """Writes the numbers of the part that begins at `place`. Returns its first tile, how many there are, and keys."""
+    start = gl.load(args.schedule.starts + b)
+    end = gl.load(args.schedule.starts + b + 1)
+    first = gl.load(args.schedule.firsts + b) + place - start
+    tiles = gl.minimum(end, stop) - place
+    _, _, _, used = extent(args.used_q, b, args.s_q)
+    _, _, _, keys = extent(args.used_k, b, args.s_k)
+    # [64]
+    q_idx = rows.row + gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % args.shape.ROWS
+    lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - used)
+    _, core, core_end, _ = tile_range(lo, hi, core_lo, core_hi, q_idx < used, keys, 64)
+    at = pipe.queries.record_of(drawn)
+    pipe.queries.put(at, BATCH, b)
+    pipe.queries.put(at, PART, rows.line + b)
+    pipe.queries.put(at, FIRST, first)
+    pipe.queries.put(at, TILES, tiles)
+    pipe.queries.put(at, CORE, core // 64)
+    pipe.queries.put(at, CORE_END, core_end // 64)
+    pipe.queries.put(at, ROWS_USED, used)
+    pipe.queries.put(at, KEYS, keys)
+    pipe.queries.put(at, WHOLE, ((place == start) & (end <= stop)).to(gl.int32))
+    return first, tiles, keys
+
+
+@gluon.jit
+def load_queries(args, pipe, rows, b, drawn):
+    """Fills the slot with the program's query rows."""
+    CHUNKS: gl.constexpr = pipe.queries.CHUNKS
+    pipe.queries.claim(drawn)
+    full = pipe.queries.full.index(0)
+    mbarrier.expect(full, CHUNKS * 64 * 64 * 2)
+    for chunk in gl.static_range(CHUNKS):
+        tma_load(args.q_desc, [b, rows.h_k, rows.in_group, rows.row, chunk * 64], full, pipe.queries.tiles.index(chunk))
+
+
+@gluon.jit
+def copy_half(args, pipe, page, h_k, start, stage, half, REST: gl.constexpr, barrier):
+    """Copies the half of a tile that is consumer `half`'s values, and the last columns if REST."""
+    SIZE: gl.constexpr = args.pages.size
+    WIDTH: gl.constexpr = 64 * HALF
+    mbarrier.expect(barrier, (HALF + REST) * 64 * 64 * 2)
+    load_pages(args.k_desc, pipe.latent, 2 * stage + half, page, h_k, start, SIZE, WIDTH, 64, barrier, half * WIDTH)
+    if REST:
+        load_pages(args.k_desc, pipe.rest, stage, page, h_k, start, SIZE, 64, 64, barrier, 2 * WIDTH)
+
+
+@gluon.jit
+def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, tails):
+    """Fills a half of a stage with that of the tile of keys from `start` on, and with zeros after the last key, as
+    values may be NaN there. Returns the number of copies so far that the producer has waited for."""
+    stage = n % 2
+    pipe.claim(n, stage, half)
+    whole = start + 64 <= keys
+    full = pipe.full.index(2 * stage + half)
+    landing = pipe.full.index(gl.where(whole, 2 * stage + half, 4))
+    copy_half(args, pipe, page, h_k, start, stage, half, REST, landing)
+    if not whole:
+        mbarrier.wait(landing, tails & 1)
+        zero_tail(pipe.values(stage, half), keys - start, 64, 256)
+        mbarrier.arrive(full, count=1)
+        tails += 1
+    return tails
+
+
+@gluon.jit
+def copy_columns(tile, COLUMNS: gl.constexpr, place, there):
+    """Starts copies of each row [64] from `place` on that is `there`, and zeros of others, to a tile [64, COLUMNS]."""
+    layout: gl.constexpr = place.type.layout.parent
+    # [64, COLUMNS]
+    at = place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    copy_async(tile, at, mask=there[:, None])
+
+
+@gluon.jit
+def gather_half(pipe, n, place, there, half, REST: gl.constexpr):
+    """Fills a half of a stage with columns of rows [64]."""
+    WIDTH: gl.constexpr = 64 * HALF
+    stage = n % 2
+    pipe.claim(n, stage, half)
+    copy_columns(pipe.values(stage, half), WIDTH, place + half * WIDTH, there)
+    if REST:
+        copy_columns(pipe.rest.index(stage).reshape([64, 64]), 64, place + 2 * WIDTH, there)
+    async_copy.mbarrier_arrive(pipe.full.index(2 * stage + half), increment_count=False)
+
+
+ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Of the rows that four warps gather: 16 bytes a thread."""
+
+
+@gluon.jit
+def numbers_of(args, b, start, keys):
+    """What the table says of the tile of keys from `start` on: of all keys [64], or, in bulk, of its boxes [32]."""
+    if args.cache is None:
+        return pages_of(args.pages, b, start, keys, 64)
+    else:
+        # [64]
+        kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
+        table = args.pages.table + b.to(gl.int64) * plain_int(args.pages.stride)
+        return gl.load(table + kv_idx // args.pages.size, mask=kv_idx < keys, other=0)
+
+
+@gluon.jit
+def gather_tile(args, pipe, h_k, page, n, start, keys):
+    """The same as `load_tile`, row by row."""
+    # [64]
+    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
+    there = kv_idx < keys
+    page = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1).to(gl.int64)
+    place = head(args.cache, page, h_k, (kv_idx % args.pages.size).to(gl.int64))
+    gather_half(pipe, n, place, there, n % 2, 0)
+    gather_half(pipe, n, place, there, 1 - n % 2, 1)
+
+
+@gluon.jit
+def load_tile(args, pipe, h_k, page, n, start, keys, tails):
+    """Fills a stage from pages of `numbers_of`; the half comes first that is free first, the owner's."""
+    if args.cache is None:
+        tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
+        tails = load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
+    else:
+        gather_tile(args, pipe, h_k, page, n, start, keys)
+    return tails
+
+
+@gluon.jit
+def load(args, pipe):
+    """The producer."""
+    rows = row_tile(args)
+    length = length_of_line(args.schedule)
+    place = rows.line * length
+    stop = gl.minimum(place + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
+    n = place * 0
+    drawn = place * 0
+    tails = place * 0
+    while place < stop:
+        b = sequence_at(args.schedule, place)
+        first, tiles, keys = open_part(args, pipe, rows, b, place, stop, drawn)
+        begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
+        page = numbers_of(args, b, first * 64, keys)
+        for j in range(tiles):
+            start = (first + j) * 64
+            # A tile ahead: a load takes as long as half of a tile's products.
+            following = numbers_of(args, b, start + 64, keys)
+            tails = load_tile(args, pipe, rows.h_k, page, n, start, keys, tails)
+            page = following
+            n += 1
+            if j == begun:
+                load_queries(args, pipe, rows, b, drawn)
+        drawn += 1
+        place += tiles
+    pipe.queries.put(pipe.queries.record_of(drawn), BATCH, -1)
+    pipe.queries.claim(drawn)
+    mbarrier.arrive(pipe.queries.full.index(0), count=1)

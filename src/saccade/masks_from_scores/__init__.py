@@ -1,1 +1,0 @@
-"""Masks from scores: what a score function masks by the distance of query and key becomes a window of the mask."""
