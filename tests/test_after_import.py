@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from saccade.util.after_import import after_import
+from saccade.util.imports import after_import
 
 
 @pytest.fixture

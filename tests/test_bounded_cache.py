@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from saccade.util.bounded_cache import BoundedCache, derived, derived_from_values
+from saccade.util.caches import BoundedCache, derived, derived_from_values
 
 
 def test_what_was_not_asked_for_goes_first():

@@ -34,7 +34,7 @@ from saccade import (  # fmt: skip
     window,
 )
 from saccade.compat.cudnn import score_callback
-from saccade.util import aliasing
+from saccade.util import memory_layout
 
 
 def plan(*call: Any, **keywords: Any) -> Any:
@@ -290,18 +290,18 @@ def test_memory_that_is_apart(data):
 
     base = torch.zeros(200)
     x, y = view("x"), view("y")
-    assert not aliasing.disjoint(x, y) or not set(places(x)) & set(places(y))
-    assert not aliasing.no_overlap(x) or len(set(places(x))) == x.numel()
+    assert not memory_layout.disjoint(x, y) or not set(places(x)) & set(places(y))
+    assert not memory_layout.no_overlap(x) or len(set(places(x))) == x.numel()
 
 
 def test_slices_between_one_another_are_disjoint():
     """Keys and values of one cache, in pages that are padded to any number of bytes."""
     cache = torch.empty(9 * 2088).as_strided((9, 2, 16, 64), (2088, 1024, 64, 1))
     k, v = cache[..., :32], cache[..., 32:]
-    assert aliasing.disjoint(k, v)
-    assert aliasing.disjoint(v, k)
-    assert not aliasing.disjoint(cache[..., :33], v)
-    assert aliasing.disjoint(cache[:, 0], cache[:, 1])
+    assert memory_layout.disjoint(k, v)
+    assert memory_layout.disjoint(v, k)
+    assert not memory_layout.disjoint(cache[..., :33], v)
+    assert memory_layout.disjoint(cache[:, 0], cache[:, 1])
 
 
 @pytest.mark.parametrize("name", TYPE_ERRORS)

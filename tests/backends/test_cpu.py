@@ -12,7 +12,7 @@ from saccade import attention, bias, causal, mask_mod, softcap, window
 from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling
 from saccade.call.spec import TORCH_DTYPES
 from saccade.testing import check
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 
 pytestmark = pytest.mark.usefixtures("poison")
 

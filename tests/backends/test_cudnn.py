@@ -12,7 +12,7 @@ import torch
 from saccade import Dense, Unsupported, alibi, attention, bias, causal, explain, prefix, relative_bias, softcap, window
 from saccade.backends import Saved, cudnn
 from saccade.backends.cudnn import graphs, launch
-from saccade.backends.cudnn.callbacks import GraphReplay, score_graph
+from saccade.backends.cudnn.graphs import GraphReplay, score_graph
 from saccade.backends.reference import attention as reference
 from saccade.backends.reference import operands, probability
 from saccade.call import Call

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import Dense, attention, bias, causal, documents, window
-from saccade.backends.hopper.backward.capture import BackwardCapture
+from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.masks import Mask
 from saccade.testing.accuracy import check
 

@@ -464,9 +464,9 @@ def test_graph_replays_with_other_data() -> None:
 @pytest.fixture
 def kernels() -> Iterator[Any]:
     """How many kernels of the backward have been compiled in this process."""
-    from saccade.backends.hopper.backward.dq_accum import postprocess_kernel, preprocess_kernel
+    from saccade.backends.hopper.backward.dq import postprocess_kernel, preprocess_kernel
     from saccade.backends.hopper.backward.kernel import backward_kernel
-    from saccade.backends.hopper.backward.wide_kernel import wide_backward_kernel
+    from saccade.backends.hopper.backward.wide import wide_backward_kernel
 
     kernels: tuple[Any, ...] = preprocess_kernel, backward_kernel, wide_backward_kernel, postprocess_kernel
     return lambda: sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)

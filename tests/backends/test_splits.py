@@ -7,7 +7,7 @@ import torch
 
 from saccade import Paged, causal
 from saccade.backends import hopper as gluon
-from saccade.backends.hopper.forward.splits import LEAST_KEYS, key_splits
+from saccade.backends.hopper.forward.config import LEAST_KEYS, key_splits
 from saccade.call import Call
 
 PROCESSORS = 132

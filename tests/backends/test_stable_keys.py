@@ -9,7 +9,7 @@ tl = pytest.importorskip("triton.language")
 
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from saccade.backends.device import stable_keys  # noqa: E402
+from saccade.backends.device import launch  # noqa: E402
 
 WIDTH = tl.constexpr(4)
 
@@ -28,7 +28,7 @@ shared = None
 @pytest.mark.parametrize("installs", [1, 2])
 def test_a_key_does_not_depend_on_what_was_asked_before(installs, monkeypatch):
     for _ in range(installs):
-        stable_keys.install()
+        launch.install()
     keys = []
     for callee_first in (False, True):
         monkeypatch.setitem(globals(), "shared", JITFunction(callee))

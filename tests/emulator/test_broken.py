@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from saccade import Packed, bias, causal
 from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
-from saccade.backends.hopper.backward import load_persistent
+from saccade.backends.hopper.backward import load as backward_load
 from saccade.backends.hopper.backward import pipeline as backward_pipeline
 from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
-from saccade.backends.hopper.forward import epilogue, load, mma
+from saccade.backends.hopper.forward import epilogue, kernel, load
 from saccade.backends.hopper.pipeline import Ring, Slots
 from saccade.backends.hopper.ptx import barrier_arrive
 from saccade.backends.hopper.shim import tma_load, tma_reduce_add, view
@@ -158,7 +158,7 @@ FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "too few bytes expected": ([(Ring, "announce", fewer_bytes)], EmulatorError),
     "a stage taken early": ([(Ring, "claim", no_claim)], EmulatorError),
     "no fence before a copy": ([(epilogue, "fence_async_shared", no_fence)], Race),
-    "no wait for a copy's reads": ([(mma, "release_last_slot", no_store_wait)], Race),
+    "no wait for a copy's reads": ([(kernel, "release_last_slot", no_store_wait)], Race),
     "an arrival too many": ([(Slots, "release", release_twice)], EmulatorError),
 }
 BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
@@ -172,7 +172,7 @@ WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for out's place": ([(epilogue, "claim_out", no_claim_of_out)], Race),
 }
 FEW: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
-    "an item that nobody has": ([(load, "sorted_item", without_the_first_of_a_round)], AssertionError),
+    "an item that nobody has": ([(backward_load, "sorted_item", without_the_first_of_a_round)], AssertionError),
 }
 PACKED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "a record written while it is read": ([(Slots, "record_of", one_record_less)], AssertionError),
@@ -183,7 +183,7 @@ CAPTURED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
 }
 LEARNED: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
     "a bias that comes before its stage is given back": (
-        [(load_persistent, "start_q", bias_before_claim)],
+        [(backward_load, "start_q", bias_before_claim)],
         (EmulatorError, AssertionError),
     ),
     "ds leaves when its place may be in use": ([(epilogue_of_dq, "reduce_steps", ds_after_clear)], Race),

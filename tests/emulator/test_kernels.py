@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
 from saccade.backends import hopper as gluon
-from saccade.backends.hopper.backward import capture, plan
-from saccade.backends.hopper.forward import splits
+from saccade.backends.hopper import captured_tile
+from saccade.backends.hopper.backward import plan
+from saccade.backends.hopper.forward import config
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
@@ -121,7 +122,7 @@ def test_less_room_for_tiles(d: int, seed: int, monkeypatch: pytest.MonkeyPatch)
 def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, name, 1)
-    monkeypatch.setattr(splits, "LEAST_KEYS", 128)
+    monkeypatch.setattr(config, "LEAST_KEYS", 128)
     right(PAGED, 0)
 
 
@@ -129,7 +130,7 @@ def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sink_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, limit, 1)
-    monkeypatch.setattr(splits, "LEAST_KEYS", 128)
+    monkeypatch.setattr(config, "LEAST_KEYS", 128)
     if name == "dense":
         given = operands(torch.bfloat16, rows=40, keys=30, d=64)
         with emulated():
@@ -167,7 +168,7 @@ def test_gradients_of_a_bias(name: str, d: int, monkeypatch: pytest.MonkeyPatch)
     def unwritten(shape: Any, **how: Any) -> Tensor:
         return torch.full(shape, torch.nan, **how)
 
-    monkeypatch.setattr(capture, "torch", SimpleNamespace(empty=unwritten, zeros=torch.zeros))
+    monkeypatch.setattr(captured_tile, "torch", SimpleNamespace(empty=unwritten, zeros=torch.zeros))
     torch.manual_seed(0)
     b, h = (2, 4) if name in ("group", "used") else (1, 2)
     shape = (b, h, 150, 280) if name == "larger" else (b, 1, 130, 264) if name == "expanded" else (b, h, 130, 264)

@@ -36,9 +36,9 @@ from saccade import (
 from saccade.backends import block_sparsity, triton
 from saccade.backends import hopper as gluon
 from saccade.backends.device.replay import Recorder
-from saccade.backends.hopper.forward import splits
+from saccade.backends.hopper.forward import config
 from saccade.layouts import Layout
-from saccade.util.bounded_cache import derived
+from saccade.util.caches import derived
 from tests.emulator import emulated
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -170,7 +170,7 @@ def recorders_of(
     """Of the second of two calls, and of its backward."""
     for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, limit, 1)
-    monkeypatch.setattr(splits, "LEAST_KEYS", 64)
+    monkeypatch.setattr(config, "LEAST_KEYS", 64)
     trains = operands[1].dtype == BF16 and not isinstance(keywords.get("layout"), Paged)
     leaves = [x.detach().requires_grad_(trains) for x in operands]
     with recorded(monkeypatch, processors=132) as recorders:

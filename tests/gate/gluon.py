@@ -11,7 +11,7 @@ import triton
 from saccade.backends.configs import table
 from saccade.backends.device import distance_tables
 from saccade.backends.device.scores import weight
-from saccade.backends.hopper.forward import launch, paged_tma, transpose
+from saccade.backends.hopper.forward import launch, load, transpose
 from saccade.backends.hopper.forward.config import TWO_CONSUMERS, forward_config, key
 from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.call.descale import EIGHT_BITS
@@ -95,7 +95,7 @@ def compiled(name: str) -> tuple[Any, int]:
     config = forward_config(call.spec, GPU, "tile" if captured else weight(call, score))
     config = TWO_CONSUMERS if "short" in row.words else config
     mask = launch.mask_record(call, {}, config) if paged else device_mask(call)
-    parts = paged_tma.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
+    parts = load.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured, arrivals)
     forward = launch.prepare(call, out, config, 1, captured, arrivals is not None)
     spill = LISTED_SPILL if row.words[0] == "listed" else config.spill

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from saccade.backends import Saved
-from saccade.backends.device import distance_tables, sequences
+from saccade.backends.device import distance_tables, positions
 from saccade.backends.hopper.backward.kernel import backward_kernel
 from saccade.backends.hopper.backward.launch import arguments, captured_of, level_sums_of, workspace
 from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan
@@ -81,7 +81,7 @@ def compiled(name: str) -> tuple[Any, int]:
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     processors = 132 if row.kernel == "share_sums" else 1  # so many that a group is divided
     plan = BackwardPlan.of(call, out, out, gradients, processors, config, captured)
-    mask, spans = device_mask(call, by_keys=True), sequences.spans(call)
+    mask, spans = device_mask(call, by_keys=True), positions.spans(call)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(call, {}, plan, mask, spans), counter, lse
     tables = distance_tables.empty(call)

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade import scores
-from saccade.backends.device import (
-    block_lists,
-    masks,
-    sequences,
-    visits,
-)
+from saccade.backends.device import block_lists, masks, positions, visits
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.hopper.tma_launch import TMALaunch
@@ -121,7 +116,7 @@ def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
 
 
 def _with_visits(call: Call, mask: masks.DeviceMask) -> masks.DeviceMask:
-    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32), sequences.spans(call)
+    empty, (_, keys) = torch.empty(1, 1, 4, dtype=torch.int32), positions.spans(call)
     return visits._with_table(mask, empty, empty, keys is not None and keys.packed.value, empty, empty)
 
 

@@ -9,21 +9,13 @@ import torch
 import triton.language as tl
 
 from saccade.backends import Saved
-from saccade.backends.device import (
-    block_lists,
-    captured_gradients,
-    distance_tables,
-    level_sums,
-    row_totals,
-    sequences,
-)
+from saccade.backends.device import block_lists, captured_gradients, distance_tables, level_sums, positions, row_totals
 from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.captured_gradients_kernel import captured_gradients_kernel, in_any_order
-from saccade.backends.device.gradients import copy_launch, sink_launch
+from saccade.backends.device.captured_gradients import captured_gradients_kernel, in_any_order
+from saccade.backends.device.gradients import copy_launch, recompute_launch, sink_launch
 from saccade.backends.device.level_sums import LevelSums
-from saccade.backends.device.recompute import recompute_launch
 from saccade.backends.device.records import runtime_int
-from saccade.backends.device.row_totals_kernel import row_totals_kernel
+from saccade.backends.device.row_totals import row_totals_kernel
 from saccade.backends.device.scores import scatter
 from saccade.call import Call
 from saccade.scores import Traced
@@ -46,7 +38,7 @@ def compiled(kernel: str, call: Call) -> Any:
     arguments = common_arguments(call, device_mask(call), distances=distances)
     if kernel == "order":
         tiles = torch.empty(9, 2, dtype=torch.int32)
-        launch, arguments = sequences.order_launch(call, {}, tiles, 0, 64)
+        launch, arguments = positions.order_launch(call, {}, tiles, 0, 64)
     elif kernel == "captured_gradients":
         assert isinstance(call.score, Traced)
         sums = tuple(torch.empty(x.shape) for x in call.score.tensors)

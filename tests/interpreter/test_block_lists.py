@@ -7,7 +7,7 @@ import torch
 
 from saccade import Dense, Packed, alibi, causal, mask_mod, window
 from saccade.backends import block_sparsity
-from saccade.backends.device import block_lists, sequences
+from saccade.backends.device import block_lists, positions
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, TILE, as_mask
 from saccade.testing.accuracy import check
@@ -105,7 +105,7 @@ def test_packed_lists(by_keys):
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence) & causal())
     made = block_lists.build(call, {}, 64, 32, by_keys)
-    entries = iter(sequences.table(call, {}, by_keys, 32 if by_keys else 64).tolist())
+    entries = iter(positions.table(call, {}, by_keys, 32 if by_keys else 64).tolist())
     (total, _), seen = next(entries), set()
     ones = [
         part.call.replace(mask=mask_mod(lambda b, h, i, j, n=n: of_sequence(n, h, i, j)) & causal())
@@ -130,10 +130,10 @@ def test_packed_ranks():
     """Those of each sequence alone; programs without a block come one after the other."""
     q, k = torch.empty(1, 2, 320, 1), torch.empty(1, 2, 250, 1)
     call = Call.of_views(q, k, k, LAYOUT, mask=mask_mod(of_sequence))
-    table, made = sequences.table(call, {}, 1, 32), block_lists.build(call, {}, 64, 32, by_keys=True)
+    table, made = positions.table(call, {}, 1, 32), block_lists.build(call, {}, 64, 32, by_keys=True)
     (total, _), *entries = table.tolist()
     found = block_lists.ranks({}, made, 9, table)
-    assert found.shape == (1, 2, sequences.slots(call, 1, 32) + 1, 9)
+    assert found.shape == (1, 2, positions.slots(call, 1, 32) + 1, 9)
     visits = [
         [set(made.index[0, h, n, : max(made.count[0, h, n, 1], 1)].tolist()) for n in range(found.shape[2])]
         for h in range(2)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from saccade.backends.device.captured_gradients_kernel import results_kernel
+from saccade.backends.device.captured_gradients import results_kernel
 from saccade.backends.device.records import runtime_int
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saccade import Paged
-from saccade.backends.device import masks, sequences
+from saccade.backends.device import masks, positions
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.hopper.latent import launch
 from saccade.backends.reference import run_forward
@@ -35,7 +35,7 @@ def scheduled(call: Call, cut: launch.Cut) -> Any:
     schedule = launch.empty_schedule(call, cut)
     schedule.starts.fill_(-7)
     lengths = call.q.shape[2], call.layout.capacity(call.k.shape[2])
-    launch.scheduling({})(None, (schedule, *sequences.spans(call), masks.record(call), *lengths))
+    launch.scheduling({})(None, (schedule, *positions.spans(call), masks.record(call), *lengths))
     return schedule
 
 

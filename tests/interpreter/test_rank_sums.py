@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.backends.triton import rank_sums
-from saccade.backends.triton.rank_sums_kernel import rank_sums_kernel
+from saccade.backends.triton.rank_sums import rank_sums_kernel
 
 TABLE = torch.tensor([[0, -1, 2, 3, -1], [4, 0, 1, -1, -1], [-1, 3, 0, 2, -1]], dtype=torch.int32)
 

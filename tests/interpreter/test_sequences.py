@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from saccade import Packed
-from saccade.backends.device import sequences
-from saccade.backends.hopper.forward import tile_scheduler
+from saccade.backends.device import positions
+from saccade.backends.hopper.forward import work_tile
 from saccade.call import Call
 
 BLOCK = 16
@@ -22,7 +22,7 @@ BLOCK = 16
 @triton.jit
 def blocks_kernel(found, span, s, BLOCK: tl.constexpr):
     number = tl.program_id(0)
-    batch, h, first, row, there, rows = sequences.block_of_rows(span, 5, number, 7, s, BLOCK)
+    batch, h, first, row, there, rows = positions.block_of_rows(span, 5, number, 7, s, BLOCK)
     place = found + number * 8
     tl.store(place, batch)
     tl.store(place + 1, h)
@@ -34,12 +34,12 @@ def blocks_kernel(found, span, s, BLOCK: tl.constexpr):
 
 @triton.jit
 def places_kernel(found, span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    b, h, _, start = sequences.tile_of(span, heads, s, BLOCK, LAST_FIRST)
+    b, h, _, start = positions.tile_of(span, heads, s, BLOCK, LAST_FIRST)
     place = found + tl.program_id(0) * 4
     tl.store(place, b)
     tl.store(place + 1, h)
     tl.store(place + 2, start)
-    tl.store(place + 3, sequences.place_of(span, tl.program_id(0), heads, start, BLOCK))
+    tl.store(place + 3, positions.place_of(span, tl.program_id(0), heads, start, BLOCK))
 
 
 class Work(NamedTuple):
@@ -53,13 +53,13 @@ class Work(NamedTuple):
 @triton.jit
 def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr):
     item, work = tl.program_id(0), Work(heads, section, packs)
-    b, h_k, in_group, row = tile_scheduler.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
-    _, _, there, _ = sequences.extent(span_q, b, s_q)
+    b, h_k, in_group, row = work_tile.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
+    _, _, there, _ = positions.extent(span_q, b, s_q)
     place = found + item * 4
     tl.store(place, b)
     tl.store(place + 1, h_k * packs + in_group)
     tl.store(place + 2, row)
-    tl.store(place + 3, tile_scheduler.packed_list(work, item, span_q, row, there, BLOCK))
+    tl.store(place + 3, work_tile.packed_list(work, item, span_q, row, there, BLOCK))
 
 
 def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Call]:
@@ -67,9 +67,9 @@ def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple
     held = None if used is None else torch.tensor(used)
     cu = torch.tensor(offsets, dtype=torch.int32)
     call = Call.of_views(x, x, x, Packed(cu, cu, t, t, held, held))
-    many = sequences.slots(call, 0, BLOCK) + 1
+    many = positions.slots(call, 0, BLOCK) + 1
     found = torch.full((many, 8), -1, dtype=torch.int32)
-    blocks_kernel[(many,)](found, sequences.spans(call)[0], t, BLOCK)
+    blocks_kernel[(many,)](found, positions.spans(call)[0], t, BLOCK)
     return found.tolist(), call
 
 
@@ -103,10 +103,10 @@ def packed(t: int) -> tuple[Call, torch.Tensor]:
 def test_places_of_programs(last_first: bool) -> None:
     """Each program's tile is where the table has it, whichever rows come first; who has none is behind all."""
     heads, (call, blocks) = 3, packed(180)
-    table = sequences.table(call, {}, 1, BLOCK)
-    many, total = sequences.slots(call, 1, BLOCK) + 1, int(blocks.sum())
+    table = positions.table(call, {}, 1, BLOCK)
+    many, total = positions.slots(call, 1, BLOCK) + 1, int(blocks.sum())
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
-    span = sequences.spans(call, table)[1]
+    span = positions.spans(call, table)[1]
     places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
     assert total == table[0, 0]
     for program, (b, h, start, place) in enumerate(found.tolist()):
@@ -124,7 +124,7 @@ def test_lists_of_work_items(section: int, by_blocks: bool) -> None:
     """The Hopper forward's items: each block of each head once, as many heads in turns as a section has, and its list
     where `tile_of`, the last rows first, has that block."""
     heads, packs, (call, blocks) = 6, 3, packed(180)
-    spans = sequences.spans(call, sequences.table(call, {}, 0, BLOCK))
+    spans = positions.spans(call, positions.table(call, {}, 0, BLOCK))
     total = int(blocks.sum())
     tiles, items = torch.full((2, total * heads, 4), -1, dtype=torch.int32)
     places_kernel[(total * heads,)](tiles, spans[0], heads, 180, BLOCK, True)
@@ -152,15 +152,15 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
     """No program has a tile before its sequence, nor a place that no table has."""
     heads, x, cu = 2, torch.zeros(1, 1, 180, 16), torch.tensor(offsets, dtype=torch.int32)
     call = Call.of_views(x, x, x, Packed(cu, cu, 180, 180))
-    many = sequences.slots(call, 1, BLOCK) + 1
+    many = positions.slots(call, 1, BLOCK) + 1
     found = torch.full((many * heads, 4), -1, dtype=torch.int32)
-    span = sequences.spans(call, sequences.table(call, {}, 1, BLOCK))[1]
+    span = positions.spans(call, positions.table(call, {}, 1, BLOCK))[1]
     places_kernel[(many * heads,)](found, span, heads, 180, BLOCK, last_first)
     for b, _, start, place in found.tolist():
         assert 0 <= b <= 2
         assert 0 <= start <= 180
         assert 0 <= place < many
-    spans = sequences.spans(call, sequences.table(call, {}, 0, BLOCK))
+    spans = positions.spans(call, positions.table(call, {}, 0, BLOCK))
     total = int(spans[0].tiles[0, 0])
     items = torch.full((total * heads, 4), -1, dtype=torch.int32)
     items_kernel[(total * heads,)](items, *spans, heads, 0, 1, 180, 180, BLOCK, False)
@@ -173,7 +173,7 @@ def test_places_of_broken_offsets(offsets: list[int], last_first: bool) -> None:
 def test_what_the_hopper_backward_prepares() -> None:
     """delta and start in whole blocks of rows for each sequence, with what makes unused rows count for nothing."""
     from saccade.backends.device.records import TensorArgs
-    from saccade.backends.hopper.backward.dq_accum import preprocess_kernel
+    from saccade.backends.hopper.backward.dq import preprocess_kernel
 
     offsets, used, t, h_q, d_v = [0, 21, 21, 60], [21, 0, 30], 71, 2, 16
     dout, out = (torch.randn(1, h_q, t, d_v) for _ in range(2))
@@ -182,14 +182,14 @@ def test_what_the_hopper_backward_prepares() -> None:
     out[:, :, 51:] = torch.nan  # beyond the rows in use
     layout = Packed(torch.tensor(offsets), torch.tensor(offsets), t, t, torch.tensor(used), torch.tensor(used))
     call = Call.of_views(dout, dout, dout, layout)
-    blocks = sequences.slots(call, 0, BLOCK) + 1
+    blocks = positions.slots(call, 0, BLOCK) + 1
     delta, start = torch.full((2, h_q, blocks, BLOCK), torch.nan)
     plain_delta = torch.full_like(lse, torch.nan)
     dq_accum = torch.full((h_q * blocks * BLOCK * 64,), torch.nan)
     parts = 2
     preprocess_kernel[(h_q * blocks * parts,)](
         TensorArgs.of(dout), TensorArgs.of(out), dlse, lse, delta, start, plain_delta, dq_accum,
-        sequences.spans(call)[0], h_q, t, blocks * parts, 2.0,
+        positions.spans(call)[0], h_q, t, blocks * parts, 2.0,
         D_V=d_v, ROWS=BLOCK // parts, BLOCK_Q=BLOCK, BLOCK_D=64, BLOCK_DV=16, CHAINED=False,
     )  # fmt: skip
     assert not dq_accum.any()

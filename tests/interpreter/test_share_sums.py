@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.hopper.backward.share_sums import share_sums_kernel
+from saccade.backends.hopper.backward.epilogue import share_sums_kernel
 
 SIZES = [(2, 3, 40, 24, 16, 4), (1, 1, 7, 8, 64, 2), (3, 2, 16, 64, 8, 1)]
 """b, h_k, s_k, d, d_v, shares"""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saccade.backends.triton import rank_sums, spread_rows
-from saccade.backends.triton.spread_rows_kernel import spread_rows_kernel
+from saccade.backends.triton.spread_rows import spread_rows_kernel
 
 TABLE = torch.tensor([[4, -1, 0, 6, 1], [-1, -1, 5, 2, -1], [0, 1, -1, -1, 2]], dtype=torch.int32)
 HEADS = 3

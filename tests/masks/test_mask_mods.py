@@ -16,7 +16,7 @@ from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, predicates
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
-from saccade.util import bounded_cache
+from saccade.util import caches
 from tests.support.scores import halved_from, near_or_third
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -155,7 +155,7 @@ def test_states_go_with_their_tensors():
     del seen
     gc.collect()
     attention(*operands(), mask=torch.rand(S, S) > 0.5)
-    owners = [owner for entry in bounded_cache._derived._entries.values() for owner in entry.owners]
+    owners = [owner for entry in caches._derived._entries.values() for owner in entry.owners]
     assert len({owner.cdata for owner in owners if owner.expired()}) <= 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,17 @@ def test_importing_is_light(fresh_process):
             ("saccade.backends.triton", "saccade.backends.hopper"),
         )
     }
+
+
+def test_picture_is_true():
+    """DESIGN's picture has the layers of the library, from the top."""
+    page = (PACKAGE.parents[1] / "DESIGN.md").read_text(encoding="utf-8")
+    picture = page.partition("## 4.")[2].split("```")[1]
+    lines = [line.strip() for line in picture.splitlines() if "│" not in line]
+    rows = [set(re.split(r"  +", line)[0].split()) for line in lines]
+    named = [{name for name in layer if name not in ("__init__", "__main__")} for layer in reversed(LAYERS)]
+    below = [layer for layer in named if layer and not layer & {"testing", "cli", "integrations"}]
+    assert [row for row in rows if row] == below
 
 
 def test_everything_public_is_exported():

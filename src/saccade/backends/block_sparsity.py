@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Mask
-from saccade.util.bounded_cache import BoundedCache, derived_from_values, versions
+from saccade.util.caches import BoundedCache, derived_from_values, versions
 
 PAIRS_AT_ONCE = 1 << 22
 

@@ -17,7 +17,7 @@ from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
 from saccade.util import hardware
-from saccade.util.alignment import ALIGNMENT, address
+from saccade.util.memory_layout import ALIGNMENT, address
 
 _BHSD = Dense()
 _VIEWS = "q", "k", "v", "out"

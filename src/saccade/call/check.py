@@ -18,7 +18,7 @@ from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
-from saccade.util import aliasing, arguments
+from saccade.util import arguments, memory_layout
 from saccade.util.errors import Unsupported
 
 _BHSD = Dense()
@@ -238,7 +238,7 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
         raise ValueError(f"out must be {' or '.join(map(str, dtypes))} {shape} on {q.device}, got {got}")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
-    if aliasing.negated(out):
+    if memory_layout.negated(out):
         raise ValueError(f"out {tuple(out.shape)} is a view of the negated numbers: pass memory of its own")
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.api import attention
 from saccade.layouts import Packed, Paged
-from saccade.util import aliasing, arguments
+from saccade.util import arguments, memory_layout
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -196,7 +196,7 @@ def _writable(out: Tensor, *operands: Tensor) -> bool:
         return False
     # torch.compile handles shared memory itself.
     return torch.compiler.is_compiling() or (
-        aliasing.no_overlap(out) and all(aliasing.disjoint(out, x) for x in operands)
+        memory_layout.no_overlap(out) and all(memory_layout.disjoint(out, x) for x in operands)
     )
 
 

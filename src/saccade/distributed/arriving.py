@@ -17,7 +17,7 @@ from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable,
 from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
-from saccade.distributed.once import once
+from saccade.distributed.groups import once
 from saccade.distributed.pull import PulledRows, row_bytes
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport

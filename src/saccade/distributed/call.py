@@ -15,7 +15,7 @@ from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.arriving import attention as arriving_attention
 from saccade.distributed.context_plan import ContextPlan, padded
 from saccade.distributed.exchanges import heads_error, moved
-from saccade.distributed.once import constant
+from saccade.distributed.groups import constant
 from saccade.distributed.sharding import reach_of, sees_all_before
 from saccade.distributed.transport import counted
 from saccade.layouts import Dense, Layout, with_rows

@@ -15,14 +15,13 @@ from torch import Tensor
 from saccade.distributed import estimates, picture
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Broadcast, Exchange, HeadExchange, RowExchange, moved, numbers, repeated
-from saccade.distributed.groups import Ranks
-from saccade.distributed.once import constant, once
+from saccade.distributed.groups import Ranks, constant, once
 from saccade.distributed.pull import PulledRows
 from saccade.distributed.sharding import Piece, Sharding, shifted
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.util import arguments
-from saccade.util.lazily import lazily
+from saccade.util.caches import lazily
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:

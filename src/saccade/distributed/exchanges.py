@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from saccade.call import needs_gradient
-from saccade.distributed.once import once
+from saccade.distributed.groups import once
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport
 from saccade.ops import vmap

@@ -17,7 +17,7 @@ from saccade.distributed.sharding import PairSharding, Reach, Sharding, reach_of
 from saccade.layouts.offsets import check_offsets, shortened
 from saccade.masks import Mask
 from saccade.util import arguments
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 
 METHODS = "auto", "gather", "pull", "ulysses"
 ROWS = "balanced", "equal", "pairs"

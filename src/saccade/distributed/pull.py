@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from saccade.distributed.exchanges import RowExchange, Segment, sums_dtype
-from saccade.distributed.once import once
+from saccade.distributed.groups import once
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport, group_seconds
 from saccade.util.kept_memory import capturing, keep

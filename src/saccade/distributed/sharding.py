@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from saccade import masks
 from saccade.masks import Mask
-from saccade.util.lazily import lazily
+from saccade.util.caches import lazily
 
 
 class Piece(NamedTuple):

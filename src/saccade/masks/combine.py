@@ -24,7 +24,7 @@ from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
 from saccade.scores.recording.compile_constant import compile_constant
-from saccade.util.after_import import after_import
+from saccade.util.imports import after_import
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from saccade.masks.base import COMBINATIONS, Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
 from saccade.scores.recording.compile_constant import compile_constant
 from saccade.util import arguments
-from saccade.util.bounded_cache import derived_from_values
+from saccade.util.caches import derived_from_values
 from saccade.util.kept_memory import apart
 
 TILE = 64

@@ -10,9 +10,9 @@ from typing import Any
 from saccade.backends import Backend, Launches, backend_module
 from saccade.call import Call
 from saccade.call.spec import Spec
-from saccade.ops.masks_from_scores import move_to_mask
+from saccade.ops.score_windows import move_to_mask
 from saccade.util import hardware
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 from saccade.util.errors import Unsupported
 
 # "auto" takes the first that can and is not `outrun`; cuDNN and the reference run only when they are named.

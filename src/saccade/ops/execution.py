@@ -20,7 +20,7 @@ from saccade.masks import MaskMod
 from saccade.ops import dispatch, replay, shared_pages
 from saccade.ops.replay import Found
 from saccade.scores import Traced
-from saccade.util import aliasing
+from saccade.util import memory_layout
 
 BackwardResults = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 """dq, dk, dv, dsink, and the gradients of captured tensors"""
@@ -45,7 +45,7 @@ def execute(
         if layout.positioned:
             layout.check_positions(_takes_positions(call), call.q.shape[2], layout.capacity(call.k.shape[2]))
     if call.out is not None:
-        aliasing.refuse_shared("out", layout.ordered(call.out), _inputs(call))
+        memory_layout.refuse_shared("out", layout.ordered(call.out), _inputs(call))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
         try:
             if layout.shared_pages and (parts := shared_pages.parts(call, backend)):

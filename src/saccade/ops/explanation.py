@@ -6,7 +6,7 @@ from saccade.call import Call
 from saccade.call.spec import Spec
 from saccade.ops import dispatch, shared_pages
 from saccade.ops.dispatch import Unsupported
-from saccade.ops.masks_from_scores import WHOLE_SCORES, move_to_mask, window_and_rest
+from saccade.ops.score_windows import WHOLE_SCORES, move_to_mask, window_and_rest
 from saccade.util import hardware
 
 

@@ -14,7 +14,7 @@ from saccade.call.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
 from saccade.ops import autograd, replay, vmap
 from saccade.ops.replay import Found
-from saccade.util import aliasing, arguments
+from saccade.util import arguments, memory_layout
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? q, Tensor[] tensors, "
@@ -271,7 +271,7 @@ def _check(
         complaint = "k_new and v_new must have the same rows and heads, and v_cache's head dim"
     if not complaint and q is not None and (*q.shape[:-2], q.shape[-1]) != (*k_new.shape[:-2], k_new.shape[-1]):
         complaint = "q and k_new must have the same rows and head dim"
-    if not complaint and (aliasing.negated(k_cache) or aliasing.negated(v_cache)):
+    if not complaint and (memory_layout.negated(k_cache) or memory_layout.negated(v_cache)):
         complaint = "caches must have memory of their own, and not be views of negated numbers"
     if complaint:
         raise ValueError(f"{complaint}: {', '.join(f'{name} {tuple(x.shape)}' for name, x in named.items())}")
@@ -290,9 +290,9 @@ def _check(
 
 
 def _refuse_shared(k_cache: Tensor, v_cache: Tensor, new: dict[str, Tensor]) -> None:
-    aliasing.refuse_shared("k_cache", k_cache, [("v_cache", v_cache)], _APART)
-    aliasing.refuse_shared("k_cache", k_cache, new.items())
-    aliasing.refuse_shared("v_cache", v_cache, new.items())
+    memory_layout.refuse_shared("k_cache", k_cache, [("v_cache", v_cache)], _APART)
+    memory_layout.refuse_shared("k_cache", k_cache, new.items())
+    memory_layout.refuse_shared("v_cache", v_cache, new.items())
 
 
 def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:

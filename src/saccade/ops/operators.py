@@ -22,7 +22,7 @@ from saccade.ops.autograd import refuse_gradients
 from saccade.ops.execution import execute
 from saccade.ops.replay import Found
 from saccade.util import arguments
-from saccade.util.after_import import after_import
+from saccade.util.imports import after_import
 
 library = torch.library.Library("saccade", "DEF")
 OVERLOADS = {"": (), ".numbers": (torch.Tag.cudagraph_unsafe,)}

@@ -30,9 +30,9 @@ from saccade.layouts import Layout
 from saccade.masks import Blocked, Mask, MaskMod, as_mask
 from saccade.ops import dispatch
 from saccade.scores import Softcap
-from saccade.util.alignment import ALIGNMENT
 from saccade.util.arguments import PLAIN, watched, watched_in_eager
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
+from saccade.util.memory_layout import ALIGNMENT
 
 on_host = attrgetter("is_cpu")
 _form, _requires_grad = attrgetter("shape", "dtype", "device"), attrgetter("requires_grad")

@@ -16,7 +16,7 @@ from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.library import KINDS, Ready, Softcap
 from saccade.scores.recording.proof import find_recording, find_sure, put_recording
 from saccade.scores.recording.recorder import record
-from saccade.scores.recording.shapes import broadcast_shape
+from saccade.scores.recording.tape import broadcast_shape
 from saccade.scores.score_mod import (
     Function,
     Predicate,

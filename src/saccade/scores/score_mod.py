@@ -14,9 +14,8 @@ from torch import Tensor
 from saccade.scores.codegen.program import Program, program_of
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.shapes import broadcast_shape
-from saccade.scores.recording.tape import refuse
-from saccade.util.alignment import ALIGNMENT, address
+from saccade.scores.recording.tape import broadcast_shape, refuse
+from saccade.util.memory_layout import ALIGNMENT, address
 
 Function = Callable[..., Tensor]
 """(score, b, h, q_idx, kv_idx) -> score"""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from saccade.backends import EVERYTHING, Gradients, Launches, Outputs, Saved
-from saccade.backends.cpu import paged, sdpa, sink, tiled
+from saccade.backends.cpu import paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
 from saccade.call import Call
 from saccade.call.spec import Spec
@@ -105,5 +105,5 @@ def _packed_backward(call: Call, saved: Saved) -> Gradients:
             x[:, :, end_k:] = 0
         else:
             x.copy_(share)
-    dsink = sink.gradient(call, saved, sink.delta(saved)) if call.sink is not None else None
+    dsink = tiled.gradient(call, saved, tiled.delta(saved)) if call.sink is not None else None
     return dq, dk, dv, dsink, [None if x is None else x.to(y.dtype) for x, y in zip(sums, captures, strict=True)]

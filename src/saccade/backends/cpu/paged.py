@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.backends import Outputs
-from saccade.backends.cpu import sink
+from saccade.backends.cpu import tiled
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.call import Call
@@ -51,7 +51,7 @@ def forward(call: Call, lse: bool) -> Outputs:
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
         _sequence(call, b, keys, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
         if call.sink is not None:  # here, since rows of no sequence stay as they are
-            row_lse[at] = sink.join(out[at], row_lse[at], call.sink)
+            row_lse[at] = tiled.join(out[at], row_lse[at], call.sink)
     return out, row_lse if lse else None, top if call.max_scores else None
 
 

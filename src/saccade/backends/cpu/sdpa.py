@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Saved
-from saccade.backends.cpu import score_mods, sink, tiled
+from saccade.backends.cpu import score_mods, tiled
 from saccade.backends.cpu.tiling import Worker, tiling_of
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
@@ -82,7 +82,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor] | None:
             if call.score is None:
                 tiling_of(call).visited = 0.0  # from now on the tiles run this mask at once
             return None
-    return out, lse if call.sink is None else sink.join(out, lse, call.sink)
+    return out, lse if call.sink is None else tiled.join(out, lse, call.sink)
 
 
 def _finite(lse: Tensor) -> bool:
@@ -143,5 +143,5 @@ def backward(call: Call, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor |
             sums = more if call.group == 1 else [x.float() for x in more]
         else:
             sums = [total.add_(x) for total, x in zip(sums, more, strict=True)]
-    delta = saved.lse if call.sink is None else sink.delta(saved)
-    return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), sink.gradient(call, saved, delta)
+    delta = saved.lse if call.sink is None else tiled.delta(saved)
+    return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), tiled.gradient(call, saved, delta)

@@ -1,13 +1,4 @@
-"""Attention in tiles of plain PyTorch operations: one block of query rows against the keys that it can see.
-
-A tile holds whole score rows where they fit, as PyTorch's matrix products are fast only on large operands; longer rows
-are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
-
-In bfloat16 a score is not rounded: PyTorch has no product of bfloat16 on a CPU that leaves in float32, so that the two
-whose results are tiles, q k^T and dout v^T, are products of float32, but for scores so small that they may be rounded
-(`worker.scores_dtype`). The others, whose results are rows, are of bfloat16 where this CPU multiplies those. Everything
-else is float32: scale, score functions, masks, the softmax, and the gradient of the scores.
-"""
+"""The sink: one more logit per query head, in the sum of the softmax but not in its value."""
 
 from __future__ import annotations
 
@@ -18,11 +9,50 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
-from saccade.backends.cpu import sink, thread_pool
+from saccade.backends.cpu import thread_pool
 from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, Worker, scores_dtype, tiling_of, wide_dtype
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
+
+
+def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Rescales `out` (b, h, s, d_v) in place for a softmax that holds the sink (h) too; returns its lse (b, h, s)."""
+    joined = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    share = torch.exp(lse - torch.where(joined == -torch.inf, 0, joined))
+    out.mul_(share[..., None])
+    return joined
+
+
+def gradient(call: Call, saved: Saved, delta: Tensor) -> Tensor | None:
+    """`-sum p_sink delta`, with p_sink = exp(sink - lse) and delta (b, h, s) = rowsum(dout out) - dlse."""
+    if call.sink is None:
+        return None
+    share = torch.exp(call.sink.to(saved.lse.dtype)[:, None] - saved.lse)
+    # Rows that are not in use have lse = -inf, and anything in dout; a sink of +inf, with lse = +inf, has no gradient.
+    return -torch.where(saved.lse.isinf(), 0, share * delta).sum((0, 2)).to(call.sink.dtype)
+
+
+def delta(saved: Saved) -> Tensor:
+    """rowsum(dout out) - dlse, (b, h, s) in lse's dtype."""
+    dtype = saved.lse.dtype
+    delta = (saved.dout.to(dtype) * saved.out.to(dtype)).sum(-1)
+    return delta if saved.dlse is None else delta - saved.dlse
+
+
+# Attention in tiles of plain PyTorch operations: one block of query rows against the keys that it can see.
+#
+# A tile holds whole score rows where they fit, as PyTorch's matrix products are fast only on large operands; longer
+# rows
+# are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
+#
+# In bfloat16 a score is not rounded: PyTorch has no product of bfloat16 on a CPU that leaves in float32, so that the
+# two
+# whose results are tiles, q k^T and dout v^T, are products of float32, but for scores so small that they may be rounded
+# (`worker.scores_dtype`). The others, whose results are rows, are of bfloat16 where this CPU multiplies those.
+# Everything
+# else is float32: scale, score functions, masks, the softmax, and the gradient of the scores.
+
 
 ALONE = 1 << 18
 """Scores of a call that one thread does in less time than it takes to wake another."""
@@ -60,7 +90,7 @@ def forward(call: Call, lse: bool) -> Outputs:
     thread_pool.spread(_forward_items(tiling, workers), start_worker, workers)
     if call.sink is None:
         return out, row_lse if lse else None, top
-    joined = sink.join(out, row_lse, call.sink)
+    joined = join(out, row_lse, call.sink)
     # Rows that are not in use have no sink either.
     unused = call.extent.q_idx() >= call.extent.rows
     return out, joined.masked_fill_(unused[:, None], -torch.inf), top
@@ -136,7 +166,7 @@ class _Backward:
 
     def __init__(self, call: Call, saved: Saved) -> None:
         self.call, self.saved = call, saved
-        self.delta = sink.delta(saved)
+        self.delta = delta(saved)
         self.dq, self.dk, self.dv = (empty_like_rows(x, x.shape[3]).zero_() for x in (call.q, call.k, call.v))
         # exp(score - lse) must be zero, not NaN, where a row sees nothing.
         self.lse = torch.where(saved.lse == -torch.inf, 0, saved.lse)
@@ -203,7 +233,7 @@ class _Backward:
         assert softmax is not None
         shift, total = torch.where(softmax.top == -torch.inf, 0, softmax.top), softmax.total
         if self.call.sink is not None:
-            column = self.call.sink.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
+            column = self.call.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
             total = total + (worker.queries(column, tile, worker.inside) - shift).exp()
         return shift, 1 / torch.where(total == 0, 1, total)
 
@@ -228,7 +258,7 @@ class _Backward:
                 self._store(item.tiles[0], dk_dv)
         pairs = zip(captures, self.captures, strict=True)
         of_captures = [None if x is None else x.mul_(self.rescale).to(capture.dtype) for x, capture in pairs]
-        return self.dq, self.dk, self.dv, sink.gradient(self.call, self.saved, self.delta), of_captures
+        return self.dq, self.dk, self.dv, gradient(self.call, self.saved, self.delta), of_captures
 
 
 def _workers(tiling: Tiling) -> int:

@@ -18,7 +18,7 @@ from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
 from saccade.scores import Score
 from saccade.util import hardware
-from saccade.util.bounded_cache import BoundedCache, derived_from_values
+from saccade.util.caches import BoundedCache, derived_from_values
 
 TILE_ELEMENTS = 1 << 20
 """Scores in a tile: 4 MB of float32; smaller ones lose more to the products than they gain by a nearer cache."""

@@ -39,7 +39,7 @@ def obstacle() -> str | None:
 
 def refusals(call: Call, gradient: bool) -> list[str]:
     """What no Spec says: lengths, and what a callback does."""
-    from saccade.backends.cudnn.callbacks import NoCallback, callback_limits, score_graph
+    from saccade.backends.cudnn.graphs import NoCallback, callback_limits, score_graph
 
     reasons = []
     if call.mask is not None and not isinstance(call.mask, Window):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.backends.cudnn.callbacks import GraphReplay, ScoreGraph
-from saccade.util.bounded_cache import BoundedCache
-from saccade.util.lazily import lazily
+from saccade.scores import Score, Traced
+from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
+from saccade.util.caches import BoundedCache, lazily
+from saccade.util.memory_layout import ALIGNMENT
 
 
 def installed() -> bool:
@@ -209,3 +211,300 @@ def built_graph(key: GraphKey, handle: Any) -> BuiltGraph:
     """The graph of the cache. One thread builds at a time: two would build the same."""
     with _building:
         return graph_cache.get_or_make(key, lambda: build(key, handle))
+
+
+# A score callback on cuDNN's graph: the operations that it recorded, called again, and what they read.
+
+
+Steps = tuple[GraphStep, ...]
+FLOAT, INT32, BOOLEAN, NOT_SET = data_type.FLOAT, data_type.INT32, data_type.BOOLEAN, data_type.NOT_SET
+TILE = 128
+"""cuDNN's backward calls score_mod for whole tiles of so many rows and keys."""
+
+
+class NoCallback(Exception):
+    """A score that cuDNN does not run; the message is a reason for `explain`."""
+
+
+class Input(NamedTuple):
+    """What a step `input` reads."""
+
+    name: str
+    """`tensor`; or passed by value: `runtime`, a number of the score, and `number`, a constant."""
+    place: int | None
+    """Among the score's tensors or its numbers."""
+    dtype: torch.dtype | None
+    """Of what is passed by value."""
+
+
+@dataclass(frozen=True)
+class ScoreGraph:
+    """The steps of a callback and of its derivative. Equal ones build equal graphs."""
+
+    forward: Steps
+    backward: Steps | None
+    """Of dP. None: the identity, which is cuDNN's default."""
+    inputs: tuple[Input, ...]
+    constants: tuple[Tensor | None, ...] = field(compare=False)
+    """The value of each input `number`. It is passed with each call: cuDNN before 9.22 has no constants in graphs."""
+
+    @property
+    def operations(self) -> int:
+        """An upper bound of the nodes that a graph has for it."""
+        steps = (*self.forward, *(self.backward or ()))
+        return sum(step.name not in ("input", "score", "gradient") for step in steps)
+
+    def tensors(self, score: Any) -> list[Tensor]:
+        """The inputs of a call with this Score: views of four dimensions, and numbers on the CPU."""
+        tensors = []
+        for (name, place, dtype), constant in zip(self.inputs, self.constants, strict=True):
+            if constant is not None:
+                tensors.append(constant)
+            elif name == "runtime":
+                tensors.append(_by_value(score.numbers[place], dtype))
+            else:
+                tensors.append(_view(score.tensors[place].detach()))
+        return tensors
+
+
+def score_graph(score: Score, gradient: bool) -> ScoreGraph:
+    """The graph of a callback. It is made once for each Program.
+
+    Raises:
+        NoCallback: the score is another function, or has no derivative of its own.
+    """
+    program = score.program if isinstance(score, Traced) else None
+    if program is None or program.recorded is None:
+        raise NoCallback(
+            "takes score functions only as callbacks (saccade.compat.cudnn.score_callback) whose tensors combine with "
+            f"scores, not {score.kind}"
+        )
+    forward, backward = program.recorded
+    if gradient and backward is None:
+        raise NoCallback(f"needs a score_mod_bprop for the gradients of {score.kind}")
+    key = "cudnn", gradient
+    if key not in program.emitted:
+        program.emitted[key] = _numbered(program, forward.steps, backward.steps if gradient else None)
+    return program.emitted[key]
+
+
+def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGraph:
+    """The steps with all that they read as inputs, each of them once."""
+    reads: dict[tuple[str, str], Any] = {}
+
+    def numbered(step: GraphStep) -> GraphStep:
+        if step.name not in ("tensor", "runtime", "number"):
+            return _typed(step)
+        key = step.name, repr(step.attributes[0])
+        reads.setdefault(key, step.attributes[0])
+        return GraphStep("input", (), (list(reads).index(key),))
+
+    forward = tuple(map(numbered, forward))
+    if backward is not None:
+        backward = None if [step.name for step in backward] == ["gradient"] else tuple(map(numbered, backward))
+    inputs, constants = [], []
+    for (name, _), x in reads.items():
+        whole = isinstance(x, int) if name == "number" else name == "runtime" and program.integral[x]
+        dtype = None if name == "tensor" else torch.int32 if whole else torch.float32
+        inputs.append(Input(name, None if name == "number" else x, dtype))
+        constants.append(_by_value(x, dtype) if name == "number" else None)
+    return ScoreGraph(forward, backward, tuple(inputs), tuple(constants))
+
+
+def _typed(step: GraphStep) -> GraphStep:
+    """The step with its types by name, so that callbacks that leave them out build the same graph. Truth is computed
+    as FLOAT: a backward takes nothing else for comparisons of floats and for logic."""
+    if step.name in ("score", "gradient"):
+        return step
+    index, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
+    made = step.result_type if step.result_type != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
+    computed = INT32 if index else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
+    return step._replace(computed=computed, result_type=made)
+
+
+def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
+    """The graph with -inf, and a gradient of zero, outside of the first `rows` and `keys`.
+
+    cuDNN's backward calls score_mod for whole tiles, in which scores outside of the tensors are -inf or zero. If those
+    become +inf or NaN, so do gradients. Source: PyTorch's issue 196678, for the zeros.
+    """
+    inputs, constants = [*graph.inputs], [*graph.constants]
+
+    def bounded(steps: Steps, outside: float) -> Steps:
+        made = list(steps)
+
+        def add(name: str, *rest: Any) -> int:
+            made.append(GraphStep(name, *rest))
+            return len(made) - 1
+
+        def constant(value: float, dtype: torch.dtype) -> int:
+            inputs.append(Input("number", None, dtype))
+            constants.append(_by_value(value, dtype))
+            return add("input", (), (len(inputs) - 1,))
+
+        value, inside = len(made) - 1, []
+        for axis, bound in ((2, rows), (3, keys)):
+            if bound % TILE:
+                index = add("gen_index", (), (axis,), INT32, INT32)
+                inside.append(add("cmp_lt", (index, constant(bound, torch.int32)), (), FLOAT, BOOLEAN))
+        keep = inside[0] if len(inside) == 1 else add("logical_and", tuple(inside), (), FLOAT, BOOLEAN)
+        add("binary_select", (value, constant(outside, torch.float32), keep), (), FLOAT, FLOAT)
+        return tuple(made)
+
+    forward, backward = bounded(graph.forward, -math.inf), bounded(graph.backward or (GraphStep("gradient"),), 0.0)
+    return replace(graph, forward=forward, backward=backward, inputs=tuple(inputs), constants=tuple(constants))
+
+
+class GraphReplay:
+    """The two callbacks of one cuDNN graph: cuDNN calls `forward`, and in a backward `backward` after it.
+
+    What both make of the score alone is one node, as in callbacks that keep values for their derivative.
+    """
+
+    def __init__(self, score_graph: ScoreGraph, inputs: Sequence[Any], data_types: Any) -> None:
+        """
+        Args:
+            inputs: the cuDNN graph's own tensors for `score_graph.inputs`.
+            data_types: what `data_type` is to that graph.
+        """
+        self.score_graph, self.inputs, self.data_types = score_graph, inputs, data_types
+        self.score: Any = None
+        self.nodes: list[Any] = []
+        """All nodes of the graph, which keeps their ids apart."""
+        self.shared: dict[Any, Any] = {}
+        """Nodes by their step and the ids of their operands."""
+
+    def forward(self, graph: Any, score: Any) -> Any:
+        self.forget()
+        self.score = score
+        return self._replay(graph, self.score_graph.forward, score)
+
+    def backward(self, graph: Any, gradient: Any) -> Any:
+        assert self.score_graph.backward is not None
+        return self._replay(graph, self.score_graph.backward, gradient)
+
+    def forget(self) -> None:
+        """After a graph is built: its nodes would keep it alive, as it keeps the callbacks."""
+        self.score = None
+        self.nodes.clear()
+        self.shared.clear()
+
+    def _replay(self, graph: Any, steps: Steps, indexed: Any) -> Any:
+        """`indexed`: the score or the gradient, whose indices gen_index gives."""
+        first = len(self.nodes)
+        for step in steps:
+            operands = [self.nodes[first + i] for i in step.inputs]
+            key = step._replace(inputs=()), *map(id, operands)
+            node = self.shared.get(key) if operands else None
+            if node is None:
+                node = self.shared[key] = self._node(graph, step, operands, indexed)
+            self.nodes.append(node)
+        return self.nodes[-1]
+
+    def _node(self, graph: Any, step: GraphStep, operands: list[Any], indexed: Any) -> Any:
+        if step.name == "input":
+            return self.inputs[step.attributes[0]]
+        if step.name in ("score", "gradient"):
+            return self.score if step.name == "score" else indexed
+        if step.name == "gen_index":
+            keywords: dict[str, Any] = {"input": indexed, "axis": step.attributes[0]}
+        else:
+            operation = OPERATIONS[step.name]
+            keywords = dict(zip(operation.arguments, operands, strict=True))
+            attributes = zip((name for name, _ in operation.attributes), step.attributes, strict=True)
+            keywords |= {name: x for name, x in attributes if math.isfinite(x)}
+        node = getattr(graph, step.name)(**keywords, compute_data_type=getattr(self.data_types, step.computed.name))
+        node.set_data_type(getattr(self.data_types, step.result_type.name))
+        return node
+
+
+def _by_value(x: float, dtype: torch.dtype | None) -> Tensor:
+    return torch.full((1, 1, 1, 1), x, dtype=dtype, device="cpu")
+
+
+_READABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.int32))
+
+
+def _view(x: Tensor) -> Tensor:
+    """x with four dimensions, in a type that cuDNN has."""
+    x = x[(None,) * (4 - x.dim())]
+    if x.dtype not in _READABLE:
+        x = x.to(torch.float32 if x.is_floating_point() else torch.int32)
+    if x.data_ptr() % ALIGNMENT or any(n > 1 and m == 0 for n, m in zip(x.shape, x.stride(), strict=True)):
+        x = x.clone(memory_format=torch.contiguous_format)
+    # Strides of dimensions of one element mean nothing, but have to be multiples of the inner ones.
+    shape = x.shape
+    stride = [x.stride(i) if shape[i] != 1 else math.prod(shape[i + 1 :]) for i in range(4)]
+    return x.as_strided(shape, stride)
+
+
+# What cuDNN's engines refuse of callbacks, crash on, or compute wrong: reasons for `explain`. Seen on an H200 with
+# cuDNN 9.19 and its frontend 1.32. A wrong number is worse than none. To lift a limit, delete its lines once the tests
+# of tests/backends/test_cudnn_gpu.py pass for it.
+
+
+MOST_OPERATIONS = 220
+"""cuDNN takes graphs of 256 nodes, of which attention itself is about 25."""
+
+
+def callback_limits(score: Score, graph: ScoreGraph, gradient: bool) -> list[str]:
+    """The reasons against a callback's graph, each of them once."""
+    reasons = [_input_limits(score, graph, gradient)]
+    reasons += [_step_limits(graph, steps) for steps in (graph.forward, graph.backward) if steps is not None]
+    found = list(dict.fromkeys(reason for part in reasons for reason in part))
+    if graph.operations > MOST_OPERATIONS:
+        found.append(f"has graphs of up to {MOST_OPERATIONS} operations on scores, not {graph.operations}")
+    return found
+
+
+def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[str]:
+    for name, place, _ in graph.inputs:
+        if name != "tensor" or place is None:
+            continue
+        x = score.tensors[place]
+        if x.dtype == torch.bool:
+            yield "does not take bool tensors in a callback: pass int32"
+        rows, keys = (1, 1, *x.shape)[-2:]
+        if gradient and keys > 1 and rows == 1:
+            yield "came out wrong backward on an H200 with a tensor that keys index and rows do not"
+
+
+def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[str]:
+    if steps[-1].name == "input":
+        yield "does not take a callback that returns an input unchanged"
+    for step in steps:
+        operands = [steps[i] for i in step.inputs]
+        if operands and operands[0].name == "input":
+            yield f"takes a computed value as the first operand of {step.name}, not a tensor or a number"
+        if step.name == "binary_select" and not (operands[2].name != "input" and _selectable(graph, operands[1])):
+            yield (
+                "takes a computed mask in binary_select, and as its second operand a computed value, a tensor of one "
+                "element on the CPU, 0, or a number up to -1e9"
+            )
+        if step.name.startswith("cmp_") and _may_be_negative(graph, operands[1]):
+            yield "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
+        if step.name in _WRONG:
+            yield f"came out wrong on an H200 with {step.name}: use {_WRONG[step.name]}"
+        if step.result_type in (data_type.HALF, data_type.BFLOAT16):
+            yield "came out wrong on an H200 with rounding to fp16 or bf16"
+
+
+_WRONG = {"logical_not": "the opposite comparison", "scale": "mul"}
+
+
+def _selectable(graph: ScoreGraph, step: GraphStep) -> bool:
+    """Whether a GPU has run selections of such a value."""
+    if step.name != "input":
+        return True
+    place = step.attributes[0]
+    constant = graph.constants[place]
+    if constant is None:
+        return graph.inputs[place].name == "runtime"
+    return constant.item() == 0 or constant.item() <= -1e9
+
+
+def _may_be_negative(graph: ScoreGraph, step: GraphStep) -> bool:
+    if step.name != "input" or graph.inputs[step.attributes[0]].dtype != torch.int32:
+        return False
+    constant = graph.constants[step.attributes[0]]
+    return constant is None or constant.item() < 0

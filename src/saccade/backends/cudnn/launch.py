@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Gradients, Launches, Saved
-from saccade.backends.cudnn.callbacks import TILE, ScoreGraph, score_graph, within
-from saccade.backends.cudnn.graphs import BuiltGraph, GraphKey, TensorDesc, built_graph, frontend, handle_of, on_device
+from saccade.backends.cudnn.graphs import (
+    TILE,
+    BuiltGraph,
+    GraphKey,
+    ScoreGraph,
+    TensorDesc,
+    built_graph,
+    frontend,
+    handle_of,
+    on_device,
+    score_graph,
+    within,
+)
 from saccade.call import Call, aligned
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches
-from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, scores, sequences
+from saccade.backends.device import block_d, block_lists, distance_tables, dropout, masks, positions, scores
 from saccade.call import Call
 
 
@@ -61,7 +61,7 @@ def common_arguments(
 ) -> tuple[Any, ...]:
     """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says; distances: see `distance_tables`."""
     q, records = call.q, (mask, scores.record(call, fast, distances), dropout.record(call))
-    return *sequences.spans(call, table), *records, q.shape[1], q.shape[2], call.k.shape[2], call.scale
+    return *positions.spans(call, table), *records, q.shape[1], q.shape[2], call.k.shape[2], call.scale
 
 
 def tile_arguments(
@@ -76,7 +76,7 @@ def tile_arguments(
     packed tiles. blocks: BLOCK_Q and BLOCK_K; reads: whether it reads enough scores for tables of distances."""
     mask = block_lists.record(call, launches, *blocks, by_keys)
     ragged = call.layout.ragged_keys
-    table = sequences.table(call, launches, by_keys, blocks[by_keys]) if ragged else None
+    table = positions.table(call, launches, by_keys, blocks[by_keys]) if ragged else None
     distances = distance_tables.tables(call, launches, fast) if reads else ()
     return common_arguments(call, mask, table, fast, distances)
 
@@ -85,5 +85,5 @@ def tile_grid(call: Call, block_q: int, block_k: int, by_keys: bool = False) -> 
     """Blocks, then heads, then batch rows, all in one dimension: the others end at 65,535."""
     x, block = (call.k, block_k) if by_keys else (call.q, block_q)
     b, h, s = x.shape[:3]
-    blocks = sequences.slots(call, by_keys, block) if call.layout.ragged_keys else b * -(-s // block)
+    blocks = positions.slots(call, by_keys, block) if call.layout.ragged_keys else b * -(-s // block)
     return h * blocks, 1, 1

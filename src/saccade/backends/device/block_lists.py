@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Launches, block_sparsity
-from saccade.backends.device import masks, replay, sequences, visits
+from saccade.backends.device import masks, positions, replay, visits
 from saccade.backends.device.block_lists_kernel import (
     block_list_kernel,
     mark_kernel,
@@ -28,7 +28,7 @@ from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import runtime_int
 from saccade.call import Call
 from saccade.masks import TILE
-from saccade.util.bounded_cache import derived
+from saccade.util.caches import derived
 
 
 class BlockLists(NamedTuple):
@@ -55,7 +55,7 @@ def states(call: Call, launches: Launches) -> Tensor:
     allocate = torch.zeros if packed else torch.empty  # no program writes the tiles after a packed sequence's keys
     tile_states = allocate(*block_sparsity.states_shape(call), dtype=torch.uint8, device=call.q.device)
     if tile_states.numel():
-        table = sequences.table(call, launches, 0, TILE) if packed else None
+        table = positions.table(call, launches, 0, TILE) if packed else None
         launch, arguments = states_launch(call, launches, tile_states, table)
         launch(call.q.device.index, arguments)
     return tile_states
@@ -66,9 +66,9 @@ def states_launch(call: Call, launches: Launches, states: Tensor, table: Tensor 
     b, h, n_q, n_k = states.shape
     kernel, grid = tile_states_kernel, (b * h * n_q * -(-n_k // SPAN), 1, 1)
     if table is not None:
-        kernel, grid = packed_tile_states_kernel, (h * sequences.slots(call, 0, TILE), -(-n_k // SPAN), 1)
+        kernel, grid = packed_tile_states_kernel, (h * positions.slots(call, 0, TILE), -(-n_k // SPAN), 1)
     lengths = call.q.shape[2], call.k.shape[2]
-    arguments = states, *sequences.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
+    arguments = states, *positions.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
     return cached_launch(launches, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
 
 
@@ -83,7 +83,7 @@ def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: b
         lengths, blocks = lengths[::-1], blocks[::-1]
     outers, inners = (-(-n // block) for n, block in zip(lengths, blocks, strict=True))
     if call.layout.ragged_keys:  # and an empty list, for programs without a tile
-        outers = sequences.slots(call, by_keys, blocks[0]) + 1
+        outers = positions.slots(call, by_keys, blocks[0]) + 1
 
     def write_lists() -> tuple[Tensor, Tensor]:
         index = torch.empty(b, h, outers, inners, dtype=torch.int32, device=tile_states.device)
@@ -91,7 +91,7 @@ def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: b
         if index.numel():
             table = None
             if call.layout.ragged_keys:
-                table = sequences.table(call, launches, by_keys, blocks[0])
+                table = positions.table(call, launches, by_keys, blocks[0])
             launch, arguments = lists_launch(call, launches, tile_states, index, count, blocks, by_keys, table)
             launch(call.q.device.index, arguments)
         return index, count
@@ -125,7 +125,7 @@ def lists_launch(
         grid_of_states = (n_k, n_q, 1, n_k) if by_keys else (n_q, n_k, n_k, 1)
         launch = cached_launch(launches, key, lambda: Launch(block_list_kernel, grid, sizes))
         return launch, (states, index, count, outers, inners, *grid_of_states)
-    spans, lengths = sequences.spans(call, table), (call.q.shape[2], call.k.shape[2])
+    spans, lengths = positions.spans(call, table), (call.q.shape[2], call.k.shape[2])
     if by_keys:
         spans, lengths = spans[::-1], lengths[::-1]
     arguments = states, index, count, *spans, h, *lengths, n_q, n_k, outers, inners

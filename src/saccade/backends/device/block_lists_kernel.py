@@ -10,9 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from saccade.backends.device.aggregate import aggregate
-from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, tile_of
+from saccade.backends.device.positions import blocks_before, extent, is_packed, tile_of
+from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import tile_range, used_length, visible
 from saccade.masks import FULL, PARTIAL
 from saccade.masks import TILE as MASK_TILE

@@ -1,5 +1,6 @@
-"""Gradients of the tensors that a score function captures, for every backend that has kernels."""
+"""The gradients of captured tensors: p and ds once more, tile by tile, scattered to where the score function read."""
 
+# pyright: reportArgumentType=false
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -11,26 +12,177 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Saved
 from saccade.backends.device import level_sums, positions, scores
 from saccade.backends.device.arguments import precision, tile_arguments
-from saccade.backends.device.captured_gradients_kernel import (
-    as_integers,
-    captured_gradients_kernel,
-    in_any_order,
-    largest,
-    results_kernel,
-)
-from saccade.backends.device.gradients import aligned_rows, specialised
+from saccade.backends.device.gradients import aligned_rows, recompute_blocks, recompute_launch, specialised
 from saccade.backends.device.launch import Launch, cached_launch, on_device
 from saccade.backends.device.level_sums import LevelSums
-from saccade.backends.device.recompute import recompute_blocks, recompute_launch
-from saccade.backends.device.records import runtime_int
+from saccade.backends.device.positions import function_positions
+from saccade.backends.device.q_block import (
+    TileRange,
+    core_end,
+    core_start,
+    edge_length,
+    edge_start,
+    keys_in_reach,
+    kv_head,
+    kv_tiles,
+    level_at,
+    levels_of_keys,
+    load_k,
+    load_q,
+    load_v,
+    q_block,
+    weight_gradient,
+    within,
+)
+from saccade.backends.device.records import plain_int, runtime_int
+from saccade.backends.device.tiles import in_units
 from saccade.call import Call
 from saccade.scores import Traced
+
+_INFINITY = tl.constexpr(0x7F800000)
+"""The bits of a float32."""
+
+
+@triton.jit
+def in_any_order(total, place, value):
+    """Adds float32."""
+    tl.atomic_add(total + place, value, mask=value != 0, sem="relaxed")
+
+
+@triton.jit
+def largest(top, place, value):
+    """The largest size of all values, as the bits of a float32: of those, NaN is the largest."""
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    if len(bits.shape) > 0:
+        bits = tl.max(bits)
+    tl.atomic_max(top, bits, sem="relaxed")
+
+
+@triton.jit
+def unit(top, room):
+    """A power of two, exact in every product, with which values up to `top`, float32 bits, stay below 2^room."""
+    shift = tl.minimum(tl.maximum(room + 126 - (top >> 23), -120), 120)
+    return ((shift + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_integers(total, place, value):
+    """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums, a top and its room."""
+    whole = tl.floor(value * unit(tl.load(total[1]), plain_int(total[2])) + 0.5)
+    tl.atomic_add(total[0] + place, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
+
+
+@triton.jit
+def _step(
+    start, q_tile, dout_tile, rows, kv, block, sums,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr, level,
+):  # fmt: skip
+    """One tile of keys. rows: their LSE and delta; level: as `weight_gradient` says."""
+    args = block.args
+    q_idx = block.q_idx[:, None]
+    # [block_k, d], [block_k, d_v]
+    k_tile = load_k(kv, start, shape, MASKED)
+    v_tile = load_v(kv, start, shape, MASKED)
+    # [block_q, block_k]
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
+    kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
+    lse, delta = rows[0][:, None], rows[1][:, None]
+    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx, MASKED, level=level)
+    if args.score.placed:
+        p, r = function_positions(args.score.data[1], args.b, q_idx, kv_idx)
+        SCATTER(ADD, sums, args.score.data[0].data, ds, qk * args.scale, args.b, args.h, p, r)
+    else:
+        SCATTER(ADD, sums, args.score.data, ds, qk * args.scale, args.b, args.h, q_idx, kv_idx)
+
+
+@triton.jit
+def core_from(tiles, core):
+    """The same tiles, of whose core only those from `core` on need no mask."""
+    if tiles.near is None:
+        return TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list, None, None)
+    else:
+        near, near_end = within(tiles.near, core, tiles.core_end), within(tiles.near_end, core, tiles.core_end)
+        return TileRange(tiles.first, core, tiles.core_end, tiles.end, tiles.block_list, near, near_end)
+
+
+@triton.jit
+def in_reach(tiles, block, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr):
+    """The tiles of keys without those that the main kernel has added up."""
+    first, end = keys_in_reach(block.args, block.start // NEAR_Q * NEAR_Q, NEAR_Q, NEAR_K)
+    # Levels are read where the core begins and ends, of an empty one too: it stays among the keys.
+    first = within(first, tiles.first, tiles.end)
+    end = within(end, first, tiles.end)
+    return TileRange(
+        within(tiles.first, first, end),
+        within(tiles.core, first, end),
+        within(tiles.core_end, first, end),
+        within(tiles.end, first, end),
+        tiles.block_list,
+        within(tiles.near, first, end),
+        within(tiles.near_end, first, end),
+    )
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def captured_gradients_kernel(
+    q, k, v, dout, out, lse, dlse, sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr, shape,
+):  # fmt: skip
+    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
+    tiles of NEAR_Q rows and NEAR_K keys that are in reach of the score's tables."""
+    block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
+    tiles = kv_tiles(block, used_q, h_q, shape)
+    # Rows that are not in use read captured tensors too, where NaN may be: a block with such rows masks every tile.
+    whole = block.start + shape.BLOCK_Q <= block.args.rows
+    tiles = core_from(tiles, tl.where(whole, tiles.core, tiles.core_end))
+    if NEAR_Q > 0:
+        tiles = in_reach(tiles, block, NEAR_Q, NEAR_K)
+    # [block_q, d], [block_q, d_v]
+    q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
+    dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
+    out_tile = load_q(out, block, shape.D_V, shape.BLOCK_DV, shape)
+    # [block_q]
+    row_lse = tl.load(lse + block.place, mask=block.live, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("-inf"), float("inf"), in_units(row_lse, score))  # exp(x - inf) = 0
+    row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
+    rows = row_lse, row_delta
+    kv = kv_head(k, v, block, shape)
+    for step in range(0, edge_length(tiles), shape.BLOCK_K):
+        start = edge_start(mask, tiles, step, shape.BLOCK_K)
+        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, True, None)
+    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
+        start = core_start(mask, tiles, step, shape.BLOCK_K)
+        level = level_at(tiles, levels, start) if tiles.near is not None else None
+        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, False, level)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["top"])
+def results_kernel(made, sums, top, room, count, BLOCK: tl.constexpr):
+    """made = sums, in made's dtype; of integers with a `top` as `as_integers` adds them. A top of NaN or infinity, of
+    which there is no integer, comes out as NaN."""
+    # [BLOCK]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + place, mask=place < count)
+    if top is not None:
+        bits = tl.load(top)
+        value = (value.to(tl.float64) / unit(bits, plain_int(room)).to(tl.float64)).to(tl.float32)
+        value = tl.where(bits >= _INFINITY, float("nan"), value)
+    tl.store(made + place, value.to(made.dtype.element_ty), mask=place < count)
+
+
+# Gradients of the tensors that a score function captures, for every backend that has kernels.
+
 
 BLOCK = 1024
 """Numbers of one program of `results_kernel`."""

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device import positions
-from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.positions import first_key, row_position
+from saccade.backends.device.records import aggregate
 from saccade.call import Call, dropout
 
 ROUNDS = tl.constexpr(dropout.ROUNDS)

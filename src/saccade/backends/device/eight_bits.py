@@ -17,8 +17,8 @@ from torch import Tensor
 from triton import knobs
 
 from saccade.backends.device import block_d
-from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.descale import factor_at
+from saccade.backends.device.records import aggregate
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS
 from saccade.util import hardware

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, scores
+from saccade.backends.device.gradients import recompute_blocks
 from saccade.backends.device.launch import Launch
-from saccade.backends.device.recompute import recompute_blocks
 from saccade.backends.device.records import plain_int, runtime_int
 from saccade.call import Call
 from saccade.scores import Traced

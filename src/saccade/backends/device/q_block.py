@@ -9,11 +9,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number, tile_start
 from saccade.backends.device.dropout import keep, keep_unaligned, opened
-from saccade.backends.device.records import LOG2E
-from saccade.backends.device.sequences import extent, numbered, tile_of
+from saccade.backends.device.positions import extent, numbered, tile_of
+from saccade.backends.device.records import LOG2E, aggregate
 from saccade.backends.device.tiles import head, load_tile, logits, power, store_tile, tile_range, visible
 
 

@@ -1,16 +1,44 @@
-"""Named tuples that kernels take instead of long argument lists; Triton passes each as one value."""
+"""Aggregates: values that kernels build on the device."""
+
+# pyright: reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.language import core
 
 from saccade.call import aligned
 from saccade.masks import FARTHEST as _FARTHEST
-from saccade.util.alignment import ALIGNMENT
+from saccade.util.memory_layout import ALIGNMENT
+
+
+def _aggregate(fields: Any) -> Any:
+    names = tuple(fields.__annotations__)
+
+    def __init__(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if isinstance(value, core.base_value) else core.constexpr(value))
+
+    __init__.__triton_builtin__ = True  # what Triton's hash of a kernel's source passes over
+    fields.__init__ = __init__
+    fields.__annotations__ = dict.fromkeys(names, object)
+    return core._aggregate(fields)
+
+
+# A class of annotated fields becomes a type of device code, whose constructor takes one argument for each field:
+# tensors, constexprs, records, aggregates, or None. Unlike a NamedTuple it may be assigned to a variable: Triton would
+# make tensors of a NamedTuple's constexprs. Triton 3.6 generates no `__init__`, and does not know `Any`.
+aggregate: Any = dataclass if knobs.runtime.interpret else _aggregate
+
+
+# Named tuples that kernels take instead of long argument lists; Triton passes each as one value.
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Stands for "no bound" among rows and keys: a sum of two stays inside int32.

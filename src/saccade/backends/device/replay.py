@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from saccade.util.dispatch_mode import DispatchMode
+from saccade.util.imports import DispatchMode
 
 _FORMATS = {
     "i1": "<i", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<I", "u8": "<B", "u16": "<H", "u32": "<I",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.positions import extent
 from saccade.backends.device.records import FAR, LOG2E, plain_int
-from saccade.backends.device.sequences import extent
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)
 """Of float32."""

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches
-from saccade.backends.device import sequences
+from saccade.backends.device import positions
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.masks import DeviceMask
+from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, tile_of
 from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered, tile_of
 from saccade.call import Call
 from saccade.masks import TILE as MASK_TILE
 
@@ -158,12 +158,12 @@ def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> D
     """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
     knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
     s_q, s_k = call.q.shape[2], call.k.shape[2]
-    spans = by_row = by_key = sequences.spans(call)
+    spans = by_row = by_key = positions.spans(call)
     packed = spans[1] is not None and spans[1].packed.value
     if packed:
-        b, n_q, n_k = 1, *(sequences.slots(call, side, MASK_TILE) for side in (0, 1))
-        blocks = sequences.slots(call, 0, block_q) + 1
-        by_row, by_key = (sequences.spans(call, sequences.table(call, launches, side, MASK_TILE)) for side in (0, 1))
+        b, n_q, n_k = 1, *(positions.slots(call, side, MASK_TILE) for side in (0, 1))
+        blocks = positions.slots(call, 0, block_q) + 1
+        by_row, by_key = (positions.spans(call, positions.table(call, launches, side, MASK_TILE)) for side in (0, 1))
     else:
         b, n_q, n_k, blocks = (
             call.q.shape[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
-from saccade.backends.hopper.forward import splits
+from saccade.backends.hopper.forward import config
 from saccade.backends.hopper.latent import limits
 from saccade.call import Call
 from saccade.call.arrivals import Arrivals
@@ -57,12 +57,12 @@ def refusals(call: Call, gradient: bool) -> list[str]:
     if layout.num_splits is not None:
         reasons.append(f"cuts keys as it likes: not with num_splits={layout.num_splits}")
     rows = -(-call.q.shape[0] * call.q.shape[2] * call.group // max(layout.sequences, 1))
-    items = splits.work_items(call) * splits.most_splits(call)
+    items = config.work_items(call) * config.most_splits(call)
     least = LEAST_ROWS if call.descale is None else LEAST_EIGHT_BIT_ROWS
     if layout.sequences and (rows < least or items < LEAST_ITEMS):
         reasons.append(
             f"takes many query rows for pages: at least {least} for each sequence and key head, not {rows}, and at "
-            f"least {LEAST_ITEMS} blocks of {splits.ITEM_ROWS} of them, times parts of {splits.LEAST_KEYS} keys, not "
+            f"least {LEAST_ITEMS} blocks of {config.ITEM_ROWS} of them, times parts of {config.LEAST_KEYS} keys, not "
             f"{items}"
         )
     return reasons

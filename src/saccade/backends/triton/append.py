@@ -21,7 +21,7 @@ from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.backends.triton.quantize import TYPES, converts
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 
 __all__ = ["append", "recorder"]
 

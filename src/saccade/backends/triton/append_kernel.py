@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.descale import factor_at
-from saccade.backends.device.records import plain_int
+from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.triton.quantize_kernel import INFINITY, encoded
 
 

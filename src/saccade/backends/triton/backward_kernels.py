@@ -15,9 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from saccade.backends.device.aggregate import aggregate
 from saccade.backends.device.block_lists_kernel import block_list_range, block_number
 from saccade.backends.device.dropout import opened
+from saccade.backends.device.positions import extent, numbered, tile_of
 from saccade.backends.device.q_block import (
     ScoreArgs,
     TileRange,
@@ -41,7 +41,7 @@ from saccade.backends.device.q_block import (
     weight_gradient,
     within,
 )
-from saccade.backends.device.sequences import extent, numbered, tile_of
+from saccade.backends.device.records import aggregate
 from saccade.backends.device.tiles import head, load_tile, store_tile, tile_range, used_length
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Saved, configs
-from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
+from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised
 from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
@@ -19,8 +19,7 @@ from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
-from saccade.backends.triton.forward_kernel import forward_kernel
-from saccade.backends.triton.ranges_kernel import ranges_dkdv_kernel
+from saccade.backends.triton.forward_kernel import forward_kernel, ranges_dkdv_kernel
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 
@@ -66,7 +65,7 @@ def backward(
     with on_device(q):
         dout = aligned_rows(launches, saved.dout)
         # Packed rows stand alone here.
-        used = None if call.layout.ragged_keys else sequences.spans(call)[0]
+        used = None if call.layout.ragged_keys else positions.spans(call)[0]
         rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
         block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
         grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1

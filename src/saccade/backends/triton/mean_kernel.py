@@ -8,11 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.positions import blocks_before, extent, is_packed, sequence_at
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, sequence_at
 from saccade.backends.device.tiles import head, load_tile
-from saccade.backends.triton.hadamard_kernel import signs
-from saccade.backends.triton.quantize_kernel import BLOCK, INFINITY
+from saccade.backends.triton.quantize_kernel import BLOCK, INFINITY, signs
 
 PARTS = tl.constexpr(2)
 """Blocks of rows of one partial sum."""

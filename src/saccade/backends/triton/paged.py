@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Part
-from saccade.backends.device import block_d, descale, eight_bits, masks, scores, sequences
+from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import FEW_PARTS, merge_launch
@@ -29,7 +29,7 @@ from saccade.backends.triton.paged_tiles import PageTable
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, Paged
-from saccade.util.alignment import ALIGNMENT
+from saccade.util.memory_layout import ALIGNMENT
 
 MAX_SPLITS = 128
 LEAST_TILES = 2
@@ -234,7 +234,7 @@ def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ..
     records = page_table(layout, k), numbers, masks.record(call), scores.record(call)
     records = *records, descale.record(call)
     sink = None if call.sink is None else call.sink.contiguous()
-    return sink, *sequences.spans(call), *records, q.shape[1], q.shape[2], call.scale
+    return sink, *positions.spans(call), *records, q.shape[1], q.shape[2], call.scale
 
 
 def page_table(layout: Paged, cache: Tensor) -> PageTable:

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.eight_bits import factor_of_block, queries, values, widened
+from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import extent
 from saccade.backends.device.tiles import head, log_sum, sink_column, store_largest, tile_range
 from saccade.backends.triton.paged_schedule import by_length, sequence_of, share
 from saccade.backends.triton.paged_slices import nothing_yet, of_all_slices, sliced, slices_step, turned

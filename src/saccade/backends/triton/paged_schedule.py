@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from saccade.backends.device.positions import extent
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.sequences import extent
 
 
 @triton.jit

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from saccade.backends.device.aggregate import aggregate
-from saccade.backends.device.records import plain_int
+from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import head, places
 
 AHEAD = tl.constexpr(16)

@@ -17,7 +17,7 @@ from saccade.masks import Mask, as_mask, window
 from saccade.ops.dispatch import Unsupported
 from saccade.scores import ScoreMod, bias, compose, score_callback, softcap
 from saccade.util.arguments import broadcasts, is_one_of
-from saccade.util.bounded_cache import derived
+from saccade.util.caches import derived
 from saccade.util.kept_memory import capturing
 
 Shape = tuple[int, int, int]

@@ -22,7 +22,7 @@ from saccade.layouts import Layout
 from saccade.masks import Mask
 from saccade.ops.dispatch import Unsupported
 from saccade.util import arguments
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

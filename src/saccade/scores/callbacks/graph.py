@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.scores.score_mod import Named
-from saccade.util.lazily import lazily
+from saccade.util.caches import lazily
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715

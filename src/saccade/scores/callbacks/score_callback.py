@@ -23,7 +23,7 @@ from saccade.scores.recording.compile_constant import callable_of, compile_const
 from saccade.scores.recording.proof import Proof, Unproven
 from saccade.scores.recording.tape import Tape, is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
-from saccade.util.bounded_cache import BoundedCache, CacheInfo
+from saccade.util.caches import BoundedCache, CacheInfo
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from saccade.scores.recording.shapes import broadcast_shape
+from saccade.scores.recording.tape import broadcast_shape
 from saccade.scores.recording.trace import K, Q, in_order, name_of
 
 

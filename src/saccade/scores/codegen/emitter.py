@@ -23,8 +23,7 @@ from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, limits_of, modulo, range_of, within
-from saccade.scores.recording.shapes import broadcast_shape
-from saccade.scores.recording.tape import TILE, Refused
+from saccade.scores.recording.tape import TILE, Refused, broadcast_shape
 from saccade.scores.recording.trace import TILE_SHAPES, K, Q, in_order, name_of
 
 

@@ -27,8 +27,7 @@ from saccade.scores.recording.recorder import Recording, error_text
 from saccade.scores.recording.tape import TILE, Refused
 from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of, trace
 from saccade.scores.recording.tracer import Tracer
-from saccade.util.bounded_cache import BoundedCache, CacheInfo
-from saccade.util.lazily import lazily
+from saccade.util.caches import BoundedCache, CacheInfo, lazily
 
 
 class Program:

@@ -33,7 +33,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from saccade.scores.codegen.program import Program
 from saccade.scores.recording.recorder import Computed, Recording
 from saccade.scores.recording.tape import Tape
-from saccade.util.bounded_cache import BoundedCache
+from saccade.util.caches import BoundedCache
 
 
 class Unproven(Exception):

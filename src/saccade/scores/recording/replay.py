@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from saccade.scores.recording.advice import BEHIND, refusal_of
 from saccade.scores.recording.recorder import error_text, line_of
-from saccade.scores.recording.shapes import broadcast_shape
-from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, element, read
+from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, broadcast_shape, element, read
 from saccade.scores.recording.tracer import Tracer
 
 

@@ -1,10 +1,8 @@
-"""A tape: the operations of a function of the score in order, and the tensors and numbers that they take.
-
-Inside torch.compile Dynamo follows this code, so it is plain: lists, tuples and loops.
-"""
+"""Shapes of values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +10,26 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.recording.compile_constant import compile_constant, word_of
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """What `torch.broadcast_shapes` returns, which imports sympy.
+
+    >>> broadcast_shape((3, 1), (4,), ())
+    (3, 4)
+    """
+    rank = max(map(len, shapes), default=0)
+    columns = zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape in shapes), strict=True)
+    sizes = [{*column} - {1} or {1} for column in columns]
+    if any(len(size) > 1 for size in sizes):
+        raise RuntimeError(f"shapes {', '.join(str(tuple(x)) for x in shapes)} do not broadcast")
+    return tuple(size.pop() for size in sizes)
+
+
+# A tape: the operations of a function of the score in order, and the tensors and numbers that they take.
+#
+# Inside torch.compile Dynamo follows this code, so it is plain: lists, tuples and loops.
+
 
 TILE = ("score", "b", "h", "q_idx", "kv_idx")
 """The arguments: the first values of every tape."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from saccade.scores.recording.advice import BEHIND, READS, refusal_of
 from saccade.scores.recording.tape import Refused
-from saccade.util.dispatch_mode import DispatchMode
+from saccade.util.imports import DispatchMode
 
 aten = torch.ops.aten
 _UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from saccade.scores.recording.tape import Refused
-from saccade.util.dispatch_mode import DispatchMode
+from saccade.util.imports import DispatchMode
 
 _NEW = (torch.ops.aten.lift_fresh.default,)
 """Operations that return their argument, which torch has just made."""

@@ -1,14 +1,19 @@
 """The stores: dk and dv in whole tiles, the last one of a packed sequence row by row; dq goes to its accumulator."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from saccade.backends.hopper.backward.dq_semaphore import acquire, release
+from saccade.backends.device.tiles import head, load_tile, store_tile
+from saccade.backends.hopper.backward.dq import acquire, release
+from saccade.backends.hopper.backward.kv_block import KVBlocks
 from saccade.backends.hopper.backward.tile_scheduler import has_work, read_record
 from saccade.backends.hopper.ptx import wait_until_written
 from saccade.backends.hopper.shim import tma_reduce_add, tma_store, wait_for_last
@@ -94,3 +99,77 @@ def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, 
     if semaphore is not None:
         wait_until_written(0)
         release(semaphore, dq_tile(c, steps - 1, block, args))
+
+
+# dk and dv where each share of a group of query heads has its own: their sums, both in one launch.
+
+
+TILE = 4096
+"""Numbers of one program."""
+
+
+@triton.jit(do_not_specialize=["shares", "h_k", "s_k"])
+def share_sums_kernel(
+    dk_shares, dv_shares, dk, dv, shares, h_k, s_k,
+    D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of dk, and of dv: the sum of those of `shares` heads, in their order, in float32."""
+    if tl.program_id(1) == 0:
+        _add_shares(dk_shares, dk, shares, h_k, s_k, D, BLOCK_D, ROWS)
+    else:
+        _add_shares(dv_shares, dv, shares, h_k, s_k, D_V, BLOCK_DV, ROWS)
+
+
+@triton.jit
+def _add_shares(x, total, shares, h_k, s_k, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    blocks = tl.cdiv(s_k, ROWS)
+    bh = tl.program_id(0) // blocks
+    start = tl.program_id(0) % blocks * ROWS
+    b = bh // h_k
+    h = bh % h_k
+    # [ROWS, BLOCK_D]
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for i in range(shares):
+        acc += load_tile(x, head(x, b, h * shares + i), start, s_k, ROWS, D, BLOCK_D, True).to(tl.float32)
+    store_tile(total, head(total, b, h), start, s_k, acc, ROWS, D, BLOCK_D)
+
+
+# Zeros in a captured tensor's gradient, where the main kernel stores the rest.
+
+
+UNIT = gl.constexpr(8)
+"""Keys of one store, of which the call has a multiple."""
+CHUNK = 16
+"""Q blocks of one program."""
+
+
+@gluon.jit(
+    do_not_specialize=["blocks", "q_blocks", "heads", "s_q", "s_k", "stride_b", "stride_h", "stride_s"],
+)
+def clear_kernel(
+    gradient, mask, span_q, span_k, blocks, q_blocks, heads, s_q, s_k, stride_b, stride_h, stride_s,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Clears those of ROWS q blocks of one head that do not see one kv block: what `backward_kernel` leaves out.
+
+    gradient: 16-bit (b, heads, s_q, s_k), whose rows begin at multiples of 16 bytes.
+    """
+    # As the compiler is to know.
+    s_k = s_k // UNIT * UNIT
+    stride_b = stride_b // UNIT * UNIT
+    stride_h = stride_h // UNIT * UNIT
+    stride_s = stride_s // UNIT * UNIT
+    b = gl.program_id(0) // (blocks * heads)
+    h = gl.program_id(0) // blocks % heads
+    kv_blocks = KVBlocks(mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, None)
+    block = kv_blocks.at(b, h, h, gl.program_id(0) % blocks * BLOCK_K, None)
+    head = gradient + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
+    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [2, 16], [gl.num_warps(), 1], [1, 0])
+    kv_idx = block.start + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    start = gl.program_id(1) * ROWS
+    zero = gl.zeros([BLOCK_Q, BLOCK_K], gradient.dtype.element_ty, layout)
+    for i in range(start, gl.minimum(start + ROWS, q_blocks)):
+        if (i < block.first) | (i >= block.end):
+            q_idx = i * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))[:, None]
+            place = head + q_idx.to(gl.int64) * stride_s + kv_idx
+            gl.store(place, zero, mask=(q_idx < s_q) & (kv_idx < s_k))

@@ -1,25 +1,35 @@
-"""The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
+"""The consumers of the backward up to d = 128: dk and dv of 64 keys each, and half of every dq.
 
-Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and dv
-stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
-everything transposed so that p and ds are left operands without a detour. dq needs the ds of both consumers, which
-therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds that
-half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
+A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
+while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
+`ds` and `dq` would make them meet. notes/gluon_backward.md has what each choice was worth.
 
-Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
-the last one is in use, and the next q and dout while the last dk and dv leave.
+Products are accumulated onto -lse / scale and -delta instead of zeros where that is cheaper (FOLD), and the mask is
+part of that start. Blocks with and without the mask have loops of their own: a branch between products in flight cost
+the forward 8 % even where it was not taken. Nothing is taken out of the loops (disable_licm): the addresses that LLVM
+would compute before them occupy registers, and others spill.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from saccade.backends.hopper.backward.args import BackwardArgs
-from saccade.backends.hopper.backward.epilogue import reduce_dq
-from saccade.backends.hopper.backward.kv_block import KVBlocks
-from saccade.backends.hopper.backward.load_persistent import load_items
-from saccade.backends.hopper.backward.mma import K_SLOTS, Shared, consume
+from saccade.backends.device.dropout import opened
+from saccade.backends.hopper.backward.args import BackwardArgs, issue_product, issue_sums, no_sums
+from saccade.backends.hopper.backward.dq import to_register_order
+from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_place
+from saccade.backends.hopper.backward.load import load_items
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
     DOUT_EMPTY,
@@ -29,9 +39,356 @@ from saccade.backends.hopper.backward.pipeline import (
     DSExchange,
     Outbox,
 )
-from saccade.backends.hopper.backward.tile_scheduler import NUMBERS
-from saccade.backends.hopper.pipeline import Slots, new_barriers, new_ring
-from saccade.backends.hopper.shim import start_next
+from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.tile_scheduler import NUMBERS, has_work, read_record
+from saccade.backends.hopper.dropout import score_gradient
+from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring
+from saccade.backends.hopper.shim import Value, aggregate, start_next, wait_for_last
+from saccade.backends.hopper.tiles import product_layout, store_sums, thread_sums, wait_for_sums
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+
+K_SLOTS = gl.constexpr(2)
+"""Places for k, and for the record of what a kv block is, of blocks in use, where there is room."""
+
+
+@aggregate
+class Shared:
+    """What the groups of warps share."""
+
+    q_ring: Ring
+    dout_ring: Ring
+    items: Slots
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    v_empty: Value
+    """None where v has as many places as k"""
+    neg_lse: gl.shared_memory_descriptor
+    neg_delta: gl.shared_memory_descriptor
+    ds: DSExchange
+    outbox: Outbox
+    captured: Value
+    """of each stage of q for each consumer a tile of what the score function captures; or None"""
+    D_LAST: gl.constexpr
+    """columns in use of the upper half of d"""
+    DV_LAST: gl.constexpr
+
+
+@aggregate
+class StepSums:
+    """What the steps of a kv block add up."""
+
+    dk: Value
+    """[64, BLOCK_D], in parts"""
+    dv: Value
+    """[64, BLOCK_DV], in parts"""
+    levels: Value
+    """each thread's sums of ds, [32, 4], of rows behind these keys and before them that are beyond the reach of the
+    score's tables; () where nobody wants them"""
+
+
+@aggregate
+class Consumer:
+    """Consumer c at work on a kv block, in `slot`: steps [first, end), which count on from block to block."""
+
+    c: gl.constexpr
+    args: BackwardArgs
+    dropout: Value
+    """opened, or None"""
+    shared: Shared
+    block: KVBlock
+    slot: gl.tensor
+    v_slot: gl.tensor
+    first: gl.tensor
+    end: gl.tensor
+    kv_idx: gl.tensor
+
+    @gluon.jit
+    def own(self, tiles, slot):
+        """The consumer's 64 rows of k or v, [64, BLOCK_D]."""
+        return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]]).slice(self.c * 64, 64, 0)
+
+    @gluon.jit
+    def issue_dq(self, n):
+        """Starts the consumer's half of dq = ds^T k of step n: of its 128 rows, or of the columns of its 64; or, where
+        it has 64 of both, dq^T of half of the rows."""
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        tiles = self.shared.k_tiles
+        TURNED: gl.constexpr = tiles.shape[4] == BLOCK_Q
+        # The second consumer's columns are the upper half of d: those in use.
+        COLUMNS: gl.constexpr = 32 if TURNED else self.shared.D_LAST if BLOCK_Q == 64 and self.c == 1 else 64
+        # [64, COLUMNS]
+        dq = gl.zeros([64, COLUMNS], gl.float32, product_layout(COLUMNS))
+        # [BLOCK_K, BLOCK_Q], or, if BY_ROWS, [BLOCK_Q, BLOCK_K]
+        ds = self.shared.ds.tiles.index(n & 1)
+        # [BLOCK_K, BLOCK_D]
+        k = tiles.index(self.slot).reshape([tiles.shape[3], tiles.shape[4]])
+        if TURNED:
+            rows = ds.slice(self.c * 32, 32, 0)
+            return warpgroup_mma(k.permute((1, 0)), rows.permute((1, 0)), dq, use_acc=False, is_async=True)
+        elif self.shared.ds.BY_ROWS:
+            return warpgroup_mma(ds, k.slice(self.c * 64, COLUMNS, 1), dq, use_acc=False, is_async=True)
+        else:
+            if BLOCK_Q == 128:
+                ds = ds.slice(self.c * 64, 64, 1)
+            else:
+                k = k.slice(self.c * 64, COLUMNS, 1)
+            return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def captured(self, stage):
+        """[64, BLOCK_Q] of what the score function captures, as a tuple; () where no tiles of it come."""
+        tiles = self.shared.captured
+        if tiles is None:
+            return ()
+        else:
+            BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+            # [64, BLOCK_Q]
+            tile = tiles.index(2 * stage + self.c).reshape([BLOCK_Q, 64]).permute((1, 0))
+            return (tile.load(product_layout(BLOCK_Q)),)
+
+    @gluon.jit
+    def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, FLAT: gl.constexpr = False):
+        """One more q block: its dk and dv, and dq of the step before. Returns the StepSums, and the next step's -lse
+        and bounds, of the q block `following`, if FOLD. FLAT: it lies beyond the reach of the score's tables."""
+        dk = sums.dk
+        dv = sums.dv
+        c: gl.constexpr = self.c
+        shared = self.shared
+        FOLD: gl.constexpr = self.args.FOLD
+        DTYPE: gl.constexpr = shared.k_tiles.dtype
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
+        own = bounds
+        if MASKED and not FOLD:  # they come while s is computed
+            own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
+        level = ()
+        if FLAT:
+            row, start = q_block * BLOCK_Q, self.block.start
+            level = (self.args.score.level(self.args.score.data, self.block.b, h, row, start),)
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, level)
+        zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
+        stage = n % 2
+        # [64, BLOCK_D]
+        k = self.own(shared.k_tiles, self.slot)
+        # [64, BLOCK_DV]
+        v = self.own(shared.v_tiles, self.v_slot)
+        # [BLOCK_Q, BLOCK_D]
+        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]])
+        # [BLOCK_Q, BLOCK_DV]
+        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]])
+        # s and p: [64, BLOCK_Q]
+        if FOLD:
+            s = issue_product(k, q, tile.start(neg_lse, zero), True, shared.D_LAST)
+        else:
+            shared.q_ring.wait(n)
+            s = issue_product(k, q, zero, False, shared.D_LAST)
+        shared.ds.take(c, n - 1)
+        dq = self.issue_dq(n - 1)
+        s = warpgroup_mma_wait(1, [s])
+        captured = self.captured(stage)
+        p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage), captured))
+        p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
+        p = tile.apply_slope(p, s, captured)
+        dq = warpgroup_mma_wait(0, [dq])
+        if n > self.first:
+            shared.outbox.claim(c, n - 1)
+            shared.outbox.send(c, to_register_order(dq))
+        shared.dout_ring.wait(n)
+        # dp and ds: [64, BLOCK_Q]
+        if FOLD:
+            dp = spread(shared.neg_delta.index(stage).load(columns), zero)
+            dp = issue_product(v, dout, dp, True, shared.DV_LAST)
+        else:
+            dp = issue_product(v, dout, zero, False, shared.DV_LAST)
+        dv = issue_sums(p_operand, dout, dv)
+        dp = warpgroup_mma_wait(len(dv), [dp])
+        if self.dropout is not None:
+            delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+            ds = score_gradient(p, dp, delta, self.dropout.factor)
+            levels = self.add_levels(sums.levels, ds, h, q_block)
+            ds = ds.to(DTYPE)
+        else:
+            if not FOLD:
+                dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+            ds = p * dp
+            levels = self.add_levels(sums.levels, ds, h, q_block)
+            ds = ds.to(DTYPE)
+        ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
+        shared.ds.tile(c, n).store(ds)
+        fence_async_shared()
+        shared.ds.give(c, n)
+        dk = issue_sums(ds_operand, q, dk)
+        if MASKED and FOLD:
+            bounds = bounds_of_rows(self.args.kv_blocks, self.block, following, columns)
+        dv = wait_for_sums(len(dk), dv)
+        shared.dout_ring.release(n)
+        if FOLD:
+            neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
+        dk = wait_for_sums(0, dk)
+        shared.q_ring.release(n)
+        return StepSums(dk, dv, levels), neg_lse, bounds
+
+    @gluon.jit
+    def add_levels(self, levels, ds, h, q_block):
+        """The sums of ds [64, BLOCK_Q] beyond the reach, with those of this step."""
+        if self.args.level_sums is None:
+            return levels
+        else:
+            kv_blocks = self.args.kv_blocks
+            behind, before = self.block.side(q_block, self.args.score, h, kv_blocks.BLOCK_Q, kv_blocks.BLOCK_K)
+            total = thread_sums(ds)
+            return levels[0] + gl.where(behind, total, 0.0), levels[1] + gl.where(before, total, 0.0)
+
+    @gluon.jit
+    def store_levels(self, levels):
+        """Writes the sums of each thread."""
+        if self.args.level_sums is not None:
+            THREADS: gl.constexpr = 128
+            block = self.block
+            number = (block.b * self.args.h_q + block.share).to(gl.int64)
+            number = number * gl.cdiv(self.args.kv_blocks.s_k, self.args.kv_blocks.BLOCK_K)
+            number = number + block.start // self.args.kv_blocks.BLOCK_K
+            layout: gl.constexpr = levels[0].type.layout
+            # [32, 4]
+            thread = gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None] * 4
+            thread = thread + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
+            first = self.args.level_sums + number * (4 * THREADS) + self.c * THREADS
+            gl.store(first + thread, levels[0])
+            gl.store(first + 2 * THREADS + thread, levels[1])
+
+    @gluon.jit
+    def steps(self, sums):
+        """All steps of the block, those with the mask first. Returns the StepSums."""
+        block = self.block
+        group = self.args.group
+        first = self.first
+        end = self.end
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
+        bounds = ()
+        if self.args.MASKED and self.args.FOLD:
+            bounds = bounds_of_rows(self.args.kv_blocks, block, block.edge(gl.to_tensor(0)), columns)
+        # [BLOCK_Q]
+        neg_lse = gl.zeros([BLOCK_Q], gl.float32, columns)
+        if self.args.FOLD:
+            neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
+        FLAT: gl.constexpr = self.args.kv_blocks.score is not None
+        if self.args.MASKED or FLAT:
+            masked = first + block.edges(group)
+            blocks = block.edges(1)
+            h = block.share * group
+            i = gl.to_tensor(0)
+            for n in tl.range(first, masked, disable_licm=True):
+                place = h, block.edge(i)
+                h, i = next_place(h, i, blocks)
+                sums, neg_lse, bounds = self.step(
+                    sums, neg_lse, bounds, n, *place, block.edge(i), self.args.MASKED, False
+                )
+            blocks = block.steps(1) - blocks
+            h = block.share * group
+            i = gl.to_tensor(0)
+            for n in tl.range(masked, end, disable_licm=True):
+                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, FLAT)
+                h, i = next_place(h, i, blocks)
+        else:
+            for n in tl.range(first, end, disable_licm=True):
+                h, q_block = block.place(n - first, group)
+                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, q_block, 0, False)
+        return sums
+
+
+@gluon.jit
+def consume(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args):
+    """Consumer c: dk and dv of its 64 keys, and its half of every dq, of one item after the other. Steps count on from
+    item to item, as all that warps hand over does."""
+    dropout = None
+    if args.dropout is not None:
+        dropout = opened(args.dropout)
+    wait_for_last()
+    n = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    shared.items.wait(0)
+    while has_work(shared.items, item):
+        n = consume_item(c, dk_desc, dv_desc, packed, shared, args, dropout, item, n)
+        item += 1
+        shared.items.wait(item)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropout, item, first):
+    """One kv block, whose first step is `first`. Returns the step after its last."""
+    BLOCK_D: gl.constexpr = shared.k_tiles.shape[4]
+    BLOCK_DV: gl.constexpr = shared.v_tiles.shape[4]
+    block = read_record(shared.items, item, args.kv_blocks)
+    # [64, BLOCK_D] and [64, BLOCK_DV], in parts
+    dk = no_sums(BLOCK_D, shared.D_LAST)
+    dv = no_sums(BLOCK_DV, shared.DV_LAST)
+    # [64]
+    kv_idx = block.start + c * 64 + gl.arange(0, 64, gl.SliceLayout(1, product_layout(args.kv_blocks.BLOCK_Q)))
+    end = first + block.steps(args.group)
+    SLOTS: gl.constexpr = shared.items.SLOTS
+    slot = item % SLOTS
+    v_slot = slot % shared.v_tiles.shape[0]
+    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx)
+    shared.ds.give(c, first - 1)
+    if SLOTS > 1:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if item > 0:  # the last dk has left
+            tma.store_wait(0)
+            shared.items.release(item - 1)
+    levels = ()
+    if args.level_sums is not None:
+        zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, product_layout(args.kv_blocks.BLOCK_Q)))
+        levels = zero, zero
+    sums = consumer.steps(StepSums(dk, dv, levels))
+    dk = sums.dk
+    dv = sums.dv
+    consumer.store_levels(sums.levels)
+    shared.ds.take(c, end - 1)
+    dq = consumer.issue_dq(end - 1)
+    factor = 1.0 if dropout is None else dropout.factor
+    block = read_record(shared.items, item, args.kv_blocks)  # once more: the loops need the registers
+    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, factor, block)
+    dq = warpgroup_mma_wait(0, [dq])
+    shared.outbox.claim(c, end - 1)
+    shared.outbox.send(c, to_register_order(dq))
+    # Both consumers have read all of k when both have come here.
+    shared.ds.give(c, end)
+    shared.ds.take(c, end)
+    if shared.v_tiles.shape[0] == 1:
+        tma.store_wait(0)
+        mbarrier.arrive(shared.v_empty, count=1)
+    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk, args.scale, block)
+    if SLOTS == 1:  # the next item comes to the same place
+        tma.store_wait(0)
+        shared.items.release(item)
+    return end
+
+
+@gluon.jit
+def store(consumer, desc, x, tiles, slot, sums, factor, block):
+    """Stores dk or dv of a consumer's keys, factor sums, in global memory, by way of its rows of k or v."""
+    rows = consumer.own(tiles, slot)
+    store_sums(rows, sums, factor)
+    fence_async_shared()
+    leaving = tiles.index(slot).slice(consumer.c * 64, 64, 2)
+    store_keys(desc, x, leaving, rows, block, block.start + consumer.c * 64, 0)
+
+
+# The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
+#
+# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk
+# and dv
+# stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
+# everything transposed so that p and ds are left operands without a detour. dq needs the ds of both consumers, which
+# therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds
+# that
+# half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
+#
+# Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
+# the last one is in use, and the next q and dout while the last dk and dv leave.
+
 
 BLOCK_K = gl.constexpr(128)
 """Keys of one program, 64 for each consumer."""

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.block_lists_kernel import block_list_number, load_block_list
-from saccade.backends.device.sequences import blocks_before, extent, is_packed, numbered
+from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered
 from saccade.backends.device.tiles import tile_range, used_length
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import log2

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Launches, Saved
-from saccade.backends.device import block_lists, distance_tables, dropout, masks, scores, sequences
+from saccade.backends.device import block_lists, distance_tables, dropout, masks, positions, scores
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device, per_row
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.hopper import GRADIENT
 from saccade.backends.hopper.backward.args import BackwardScoreArgs, PackedGradients
-from saccade.backends.hopper.backward.capture import BackwardCapture
-from saccade.backends.hopper.backward.dq_semaphore import DQSemaphore, rank_kernel
+from saccade.backends.hopper.backward.dq import DQSemaphore, rank_kernel
 from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan, share_by_share
+from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
 from saccade.backends.hopper.tma_launch import counter
 from saccade.call import Call, aligned
@@ -75,7 +75,7 @@ def backward(
             plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)
             launches[key] = plan
         mask = block_lists.record(call, launches, config.block_q, config.block_k, by_keys=True)
-        spans = sequences.spans(call, sequences.table(call, launches, 1, config.block_k) if packed else None)
+        spans = positions.spans(call, positions.table(call, launches, 1, config.block_k) if packed else None)
         space = workspace(call, launches, plan, mask, spans)
         delta = per_row(call, call.sink is not None)
         space = *space, counter(q.device) if config.stays else None, delta
@@ -102,7 +102,7 @@ def workspace(
     if plan.ranks is None:
         return neg_delta, neg_lse, dq_accum, None
     if mask.block_sparse.value:
-        ranks = block_lists.ranks(launches, mask.block_lists, plan.ranks[2], sequences.tiles_of(spans[1]))
+        ranks = block_lists.ranks(launches, mask.block_lists, plan.ranks[2], positions.tiles_of(spans[1]))
     else:
         ranks = torch.empty(plan.ranks, dtype=torch.int32, device=device)
     counts = torch.zeros(plan.counters, dtype=torch.int32, device=device)

@@ -4,16 +4,26 @@ A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that
 for the producer alone, which clears them before any other warp sees the tile.
 """
 
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from saccade.backends.hopper.backward.tile_scheduler import (
+    close,
+    count_items,
+    find_kv_block,
+    first_item,
+    next_item,
+    write_record,
+)
 from saccade.backends.hopper.pipeline import Ring
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, wait_for_last
 from saccade.backends.hopper.tiles import zero_tail
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 @gluon.jit
@@ -148,3 +158,143 @@ def load(
         dout.start(n, q_block)
         q_tails = q.end(n, q_tails, q_block)
         dout_tails = dout.end(n, dout_tails, q_block)
+
+
+# The producer of backward programs that stay: one warp that draws kv blocks and brings in what each one needs.
+#
+# A tile that ends in rows which are not in use lands for the producer alone, as in `load.py`.
+
+
+@gluon.jit
+def start_kv(k_desc, v_desc, shared, drawn, whole, block):
+    """Starts the copies of k, and of v where it has as many places, to the slot of item `drawn`; `end_kv` has to
+    follow."""
+    WITH_V: gl.constexpr = shared.v_tiles.shape[0] > 1
+    slot = shared.items.claim(drawn)
+    barrier = shared.items.target(slot, whole)
+    mbarrier.expect(barrier, shared.k_tiles.shape[3] * shared.k_tiles.shape[4] * (4 if WITH_V else 2))
+    b, at = block.row_of_k(block.start)
+    tma_load(k_desc, [b, block.h_k, at, 0], barrier, shared.k_tiles.index(slot))
+    if WITH_V:
+        tma_load(v_desc, [b, block.h_k, at, 0], barrier, shared.v_tiles.index(slot))
+
+
+@gluon.jit
+def clear_keys(tiles, slot, block):
+    """Clears what is not in use of a tile of k or v."""
+    ROWS: gl.constexpr = tiles.shape[3]
+    COLUMNS: gl.constexpr = tiles.shape[4]
+    zero_tail(tiles.index(slot).reshape([ROWS, COLUMNS]), block.keys - block.start, ROWS, COLUMNS)
+
+
+@gluon.jit
+def end_kv(shared, drawn, whole, tails, block):
+    """Clears what is not in use of k and v, as `RowLoader.end`."""
+    if not whole:
+        slot = drawn % shared.items.SLOTS
+        mbarrier.wait(shared.items.landing(), tails & 1)
+        clear_keys(shared.k_tiles, slot, block)
+        if shared.v_tiles.shape[0] > 1:
+            clear_keys(shared.v_tiles, slot, block)
+        shared.items.fill(slot)
+        tails += 1
+    return tails
+
+
+@gluon.jit
+def start_q(q, captured_desc, shared, n, block, q_block, args):
+    """Starts the copies of q, as `RowLoader.start`, and of what the score function captures."""
+    if captured_desc is None:
+        q.start(n, q_block)
+    else:
+        stage = q.ring.claim(n)
+        barrier = q.ring.target(stage, q_block.whole)
+        mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
+        q.copy(stage, barrier, q_block)
+        b = q_block.b if args.captured.by_row else q_block.b * 0
+        h = q_block.h if args.captured.by_head else q_block.h * 0
+        for c in gl.static_range(2):
+            tma_load(
+                captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c)
+            )
+
+
+@gluon.jit
+def start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block):
+    """Starts the copies of dout, as `RowLoader.start`; `with_v` also that of v, to the same barrier, so that who waits
+    for the one need not wait for the other."""
+    BYTES: gl.constexpr = dout.BLOCK_Q * (2 * dout.COLUMNS + 4)
+    if shared.v_empty is not None:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if with_v:
+            mbarrier.wait(shared.v_empty, (drawn & 1) ^ 1)
+    stage = dout.ring.claim(n)
+    barrier = dout.ring.target(stage, whole)
+    if with_v:
+        mbarrier.expect(barrier, BYTES + shared.v_tiles.shape[3] * shared.v_tiles.shape[4] * 2)
+        b, at = block.row_of_k(block.start)
+        tma_load(v_desc, [b, block.h_k, at, 0], barrier, shared.v_tiles.index(0))
+    else:
+        mbarrier.expect(barrier, BYTES)
+    dout.copy(stage, barrier, q_block)
+
+
+@gluon.jit
+def end_dout(dout, shared, with_v, n, whole, tails, block, q_block):
+    """Clears what is not in use of dout, and of v, as `RowLoader.end`."""
+    if not whole:
+        stage = n % dout.ring.STAGES
+        mbarrier.wait(dout.ring.landing(), tails & 1)
+        if with_v:
+            clear_keys(shared.v_tiles, 0, block)
+        dout.clear(stage, q_block)
+        dout.ring.fill(stage)
+        tails += 1
+    return tails
+
+
+@gluon.jit
+def load_items(
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, captured_desc, shared, counter, scheduler, args
+):  # fmt: skip
+    """Draws items until there are no more, and loads what each of them needs.
+
+    k of the next item comes while this one is worked on. So does v, or where there is no second place for it, after
+    the next item's first q, as soon as the last dv has left from there; it is needed later than k.
+    """
+    BLOCK_D: gl.constexpr = shared.k_tiles.shape[4]
+    BLOCK_DV: gl.constexpr = shared.v_tiles.shape[4]
+    kv_blocks = args.kv_blocks
+    ORDERED: gl.constexpr = args.dq_semaphore is not None
+    q = RowLoader(q_desc, neg_lse_desc, shared.q_ring, shared.neg_lse, kv_blocks.BLOCK_Q, BLOCK_D, 1)
+    dout = RowLoader(dout_desc, neg_delta_desc, shared.dout_ring, shared.neg_delta, kv_blocks.BLOCK_Q, BLOCK_DV, 1)
+    n = gl.to_tensor(0)
+    kv_tails = gl.to_tensor(0)
+    q_tails = gl.to_tensor(0)
+    dout_tails = gl.to_tensor(0)
+    drawn = gl.to_tensor(0)
+    items = count_items(scheduler, kv_blocks.span_k)
+    item = first_item(counter, ORDERED)
+    while item < items:
+        block = find_kv_block(kv_blocks, item, scheduler, ORDERED)
+        write_record(shared.items, drawn, block)
+        kv_whole = kv_blocks.span_k is None or block.start + kv_blocks.BLOCK_K <= block.keys
+        start_kv(k_desc, v_desc, shared, drawn, kv_whole, block)
+        wait_for_last()  # for -lse and -delta; the first k comes meanwhile
+        for i in range(block.steps(args.group)):
+            q_block = q_block_of(block, i, args)
+            if shared.v_tiles.shape[0] > 1:
+                with_v = False
+                whole = q_block.whole
+            else:
+                with_v = i == 0
+                whole = q_block.whole and (kv_whole or i > 0)
+            start_q(q, captured_desc, shared, n, block, q_block, args)
+            if i == 0:
+                kv_tails = end_kv(shared, drawn, kv_whole, kv_tails, block)
+            start_dout(dout, v_desc, shared, drawn, with_v, n, whole, block, q_block)
+            q_tails = q.end(n, q_tails, q_block)
+            dout_tails = end_dout(dout, shared, with_v, n, whole, dout_tails, block, q_block)
+            n += 1
+        drawn += 1
+        item = next_item(counter, ORDERED)
+    close(counter, shared.items, drawn)

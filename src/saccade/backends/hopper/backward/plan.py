@@ -15,16 +15,14 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device import dropout, level_sums, masks, scores, sequences
+from saccade.backends.device import dropout, level_sums, masks, positions, scores
 from saccade.backends.device.records import TensorArgs, runtime_bytes
-from saccade.backends.hopper.backward.capture import BackwardCapture
-from saccade.backends.hopper.backward.clear import CHUNK, clear_kernel
-from saccade.backends.hopper.backward.dq_accum import PIECE, postprocess_kernel, preprocess_kernel
-from saccade.backends.hopper.backward.dq_semaphore import rank_kernel
+from saccade.backends.hopper.backward.dq import PIECE, postprocess_kernel, preprocess_kernel, rank_kernel
+from saccade.backends.hopper.backward.epilogue import CHUNK, TILE, clear_kernel, share_sums_kernel
 from saccade.backends.hopper.backward.kernel import backward_kernel
-from saccade.backends.hopper.backward.share_sums import TILE, share_sums_kernel
 from saccade.backends.hopper.backward.tile_scheduler import TileSchedulerArgs
-from saccade.backends.hopper.backward.wide_kernel import wide_backward_kernel
+from saccade.backends.hopper.backward.wide import wide_backward_kernel
+from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
@@ -106,7 +104,7 @@ class BackwardConfig:
         """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
         tight: with one place for a tile of values, and for one of long keys, where there are two."""
         rules = masks.record(call), scores.record(call, fast=True), dropout.record(call)
-        given = runtime_bytes((*rules, *sequences.spans(call)))
+        given = runtime_bytes((*rules, *positions.spans(call)))
         if isinstance(call.score, Traced):
             given += TABLE_BYTES * len(call.score.program.distance_inputs)
         return self.tile_bytes(captured, tight) + HANDED + given
@@ -159,7 +157,7 @@ class BackwardPlan:
         block_q, block_k = config.block_q, config.block_k
         packed = call.layout.ragged_keys
         if packed:  # and one of each that is no sequence's
-            blocks, kv_blocks = (sequences.slots(call, *side) + 1 for side in ((0, block_q), (1, block_k)))
+            blocks, kv_blocks = (positions.slots(call, *side) + 1 for side in ((0, block_q), (1, block_k)))
         else:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)

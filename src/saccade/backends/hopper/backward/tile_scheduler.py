@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.block_lists_kernel import load_block_list
+from saccade.backends.device.positions import extent, is_packed, place_of
 from saccade.backends.device.records import plain_int, runtime_int
-from saccade.backends.device.sequences import extent, is_packed, place_of
 from saccade.backends.hopper.backward.kv_block import KVBlock, PackedPlace
 from saccade.backends.hopper.ptx import count_up
 

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from saccade.backends.device.descale import factor_at
+from saccade.backends.device.positions import is_packed
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
-from saccade.backends.device.sequences import is_packed
 from saccade.backends.device.tiles import finite, head, infinite, largest, used_length
 from saccade.backends.hopper.forward.scores import LOWEST_VAST, in_group
 from saccade.backends.hopper.forward.work_tile import FIRST_ROW, PART, THERE

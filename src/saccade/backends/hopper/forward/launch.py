@@ -13,15 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, configs
-from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, scores, sequences
+from saccade.backends.device import block_lists, descale, distance_tables, dropout, masks, positions, scores
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, on_device, per_row, without_scores
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.hopper.captured_tile import CapturedTile, captured_tile
-from saccade.backends.hopper.forward import paged_tma, tile_scheduler, transpose
+from saccade.backends.hopper.forward import load, transpose, work_tile
 from saccade.backends.hopper.forward.config import (
     CAPTURED_CONSUMERS,
+    MAX_SPLITS,
     TWO_CONSUMERS,
     ForwardConfig,
     block_dv,
@@ -29,12 +30,12 @@ from saccade.backends.hopper.forward.config import (
     chunks,
     formula,
     forward_config,
+    key_splits,
     last_chunk,
     parts_of_out,
 )
 from saccade.backends.hopper.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.hopper.forward.kernel import ForwardShape, forward_kernel
-from saccade.backends.hopper.forward.splits import MAX_SPLITS, key_splits
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, counter, shape_of
 from saccade.call import Call, aligned
 from saccade.call.arrivals import Arrivals
@@ -84,9 +85,9 @@ def forward(
                 launches[key] = cached
         launch, config = cached
         rows = rows_of_a_consumer(call, config.consumers) * config.consumers
-        table = None if packed is None else sequences.table(call, launches, 0, rows)
+        table = None if packed is None else positions.table(call, launches, 0, rows)
         mask = mask_record(call, launches, config)
-        found, rows_found = (None, (row_lse, top)) if parts is None else (paged_tma.Parts.of(parts[0]), parts[1:])
+        found, rows_found = (None, (row_lse, top)) if parts is None else (load.Parts.of(parts[0]), parts[1:])
         given = arguments(call, out, *rows_found, counter(q.device), table, mask, score, found, captured, arrivals)
         if call.descale is not None and not config.transposer_registers:
             v = transpose.transposed(call, launches)
@@ -154,7 +155,7 @@ def arguments(
     table: Tensor | None,
     mask: masks.DeviceMask,
     score: scores.DeviceScore,
-    parts: paged_tma.Parts | None = None,
+    parts: load.Parts | None = None,
     captured: CapturedTile | None = None,
     arrivals: Arrivals | None = None,
 ) -> tuple[Any, ...]:
@@ -166,9 +167,9 @@ def arguments(
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
     rules = mask, score, captured and captured.args, arrivals and arrivals.args
-    records = paged_tma.record(call, parts), rules, dropout.record(call), descale.record(call)
+    records = load.record(call, parts), rules, dropout.record(call), descale.record(call)
     no_descriptor = () if captured else (None,)
-    return *no_descriptor, *tensors, sequences.spans(call, table), *records
+    return *no_descriptor, *tensors, positions.spans(call, table), *records
 
 
 def _hides_rows(call: Call) -> bool:
@@ -200,7 +201,7 @@ def prepare(
     """The launch of all calls of the Call's key; arriving: of those whose keys come while they run."""
     q, k, v = call.q, call.k, call.v
     b, _, s_q, d = q.shape
-    h_k, (_, s_k), d_v = k.shape[1], sequences.lengths(call), v.shape[3]
+    h_k, (_, s_k), d_v = k.shape[1], positions.lengths(call), v.shape[3]
     packed = packed_sequences(call) is not None
     paged = call.layout.has_pages
     rows = rows_of_a_consumer(call, config.consumers)
@@ -208,7 +209,7 @@ def prepare(
     columns = block_dv(d_v)
     # Of pages, in whose boxes one stripe of columns comes at a time.
     stripe = STRIPE_BYTES // q.element_size()
-    box, width = (paged_tma.box_rows(k.shape[2], config.block_k), stripe) if paged else (config.block_k, 256)
+    box, width = (load.box_rows(k.shape[2], config.block_k), stripe) if paged else (config.block_k, 256)
     values = shape_of(v, (1, 1, box, min(columns, width)))
     if call.descale is not None and not config.transposer_registers:
         values = shape_of(transpose.empty(call, torch.device("meta")), (1, 1, columns, config.block_k))
@@ -222,12 +223,12 @@ def prepare(
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
     blocks = -(-s_q // (rows * config.consumers))
     packs = -(-call.group // heads)
-    section = tile_scheduler.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    section = work_tile.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if call.mask is None:
         section = packs
     if packed:
-        blocks = sequences.slots(call, 0, rows * config.consumers)
-        section = tile_scheduler.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
+        blocks = positions.slots(call, 0, rows * config.consumers)
+        section = work_tile.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
         if arriving:  # few key heads in turns, as they come
             section = processors // packs
     items = blocks * b * h_k * packs

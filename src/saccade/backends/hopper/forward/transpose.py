@@ -1,10 +1,10 @@
-"""8-bit values with keys side by side, as the tensor cores want them: 8-bit products read no other order.
+"""8-bit values of pages and of key ranges: four warps that turn each tile as it comes.
 
-The forward's weights are an accumulator that becomes an operand as it lies, so that of each 16 keys, 8 h + 2 q + e is
-at place 4 q + 2 h + e (`ptx.pack_quads`). The values here are in the same order. What no row may see is zero here: keys
-that are not in use, and whatever follows the last key of a packed sequence up to a whole block.
+Such values have no copy with keys side by side (`transpose.py`): a cache is larger than what one call reads of it, and
+ranges overlap. The tiles here are the same as those of that copy.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -13,13 +13,67 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from saccade.backends import Launches
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
+from saccade.backends.device.positions import block_of_rows, spans
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.device.sequences import block_of_rows, spans
 from saccade.backends.device.tiles import head
 from saccade.call import Call
+
+
+@gluon.jit
+def turn_tile(raw, turned, used, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    """turned [COLUMNS, BLOCK_K] of raw [BLOCK_K, COLUMNS], with zeros for keys from `used` on; keys in the order of
+    `ptx.pack_quads`."""
+    # Pieces of 16 keys and 4 columns are what ldmatrix brings and stmatrix takes.
+    WIDE: gl.constexpr = 4 if COLUMNS == 128 else 2
+    layout: gl.constexpr = gl.BlockedLayout([16, 4], [4, 8], [4 // WIDE, WIDE], [1, 0])
+    if used < BLOCK_K:  # in memory: where two ways meet, bytes in registers are taken apart
+        kv_idx = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+        x = raw.load(layout).to(gl.int8, bitcast=True)
+        raw.store(gl.where((kv_idx < used)[:, None], x, gl.zeros_like(x)).to(DTYPE, bitcast=True))
+    # [BLOCK_K, COLUMNS]
+    x = raw.load(layout).to(gl.int8, bitcast=True)
+    # [16s, h, q, e, COLUMNS] to [16s, q, h, e, COLUMNS]
+    x = x.reshape([BLOCK_K // 16, 2, 4, 2, COLUMNS]).permute((0, 2, 1, 3, 4)).reshape([BLOCK_K, COLUMNS])
+    turned.store(x.permute((1, 0)).to(DTYPE, bitcast=True))
+
+
+@gluon.jit
+def transpose(args, pipe):
+    """Turns the tiles of values that the producer loads, until it says that there are no more."""
+    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
+    BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
+    WIDTH: gl.constexpr = min(128, BLOCK_DV)
+    DTYPE: gl.constexpr = pipe.values.tiles.dtype
+    n = gl.to_tensor(0)
+    slot = pipe.raw.wait(0)
+    used = pipe.raw.get(pipe.raw.record_of(0), 0)
+    while used >= 0:
+        stage = pipe.values.claim(n)
+        raw = pipe.raw.tiles.index(slot).reshape([BLOCK_K, BLOCK_DV])
+        turned = pipe.values.tiles.index(stage).reshape([BLOCK_DV, BLOCK_K])
+        for column in gl.static_range(0, BLOCK_DV, WIDTH):
+            turn_tile(raw.slice(column, WIDTH, 1), turned.slice(column, WIDTH, 0), used, BLOCK_K, WIDTH, DTYPE)
+        fence_async_shared()
+        pipe.raw.release(n)
+        pipe.values.fill(stage)
+        n += 1
+        slot = pipe.raw.wait(n)
+        used = pipe.raw.get(pipe.raw.record_of(n), 0)
+
+
+# 8-bit values with keys side by side, as the tensor cores want them: 8-bit products read no other order.
+#
+# The forward's weights are an accumulator that becomes an operand as it lies, so that of each 16 keys, 8 h + 2 q + e is
+# at place 4 q + 2 h + e (`ptx.pack_quads`). The values here are in the same order. What no row may see is zero here:
+# keys
+# that are not in use, and whatever follows the last key of a packed sequence up to a whole block.
+
 
 BLOCK = 128
 """Keys of one program, and those in whose multiples a packed sequence has places."""

@@ -1,25 +1,277 @@
-"""Latent attention on Hopper: 64 query rows of one key head, two consumers with half of out's columns each.
+"""The latent kernel's consumers: two groups of four warps that share 64 query rows."""
 
-A tile of 64 keys is read once and is in shared memory as keys [64, 576], of which the first 512 columns are the values.
-64 rows of out are half of a multiprocessor's registers, so there is no second tile of rows whose products could run
-under a softmax. Instead the consumers take turns at the tiles, and each one's weights go through shared memory to the
-other: the seesaw of FlashMLA (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Here
-tiles are added up in their order, so that no weight is rounded twice.
-"""
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from saccade.backends.hopper.latent.load import NUMBERS, gathers, load
-from saccade.backends.hopper.latent.mma import consume
+from saccade.backends.device.tiles import head
+from saccade.backends.hopper.forward.epilogue import weights_of_rows
+from saccade.backends.hopper.forward.scores import (
+    LOWEST,
+    LOWEST_VAST,
+    ScoreRows,
+    bounds_of_rows,
+    heads_of_rows,
+    in_group,
+    linear_terms,
+    score_rule,
+)
+from saccade.backends.hopper.latent.load import (
+    BATCH,
+    CORE,
+    CORE_END,
+    FIRST,
+    KEYS,
+    NUMBERS,
+    PART,
+    ROWS_USED,
+    TILES,
+    WHOLE,
+    gathers,
+    load,
+    row_tile,
+)
 from saccade.backends.hopper.latent.pipeline import HALF, Seesaw
 from saccade.backends.hopper.pipeline import Slots, new_barriers
+from saccade.backends.hopper.ptx import opaque
 from saccade.backends.hopper.shim import Value, aggregate
+from saccade.backends.hopper.tiles import product_layout, row_sums
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
+
+
+@aggregate
+class PartState:
+    """What a consumer carries from tile to tile."""
+
+    acc: gl.tensor
+    """[64, 256]: p v, of its half of the columns"""
+    row_max: gl.tensor
+    """[64]: of all tiles so far"""
+    row_sum: gl.tensor
+    """[64, 8]: of its own tiles"""
+
+
+@aggregate
+class PartTiles:
+    """The tiles of keys of a part, as a consumer sees them."""
+
+    rows: ScoreRows
+    first: gl.tensor
+    """the number of the first tile"""
+    n: gl.tensor
+    """what it is counted as"""
+    core: gl.tensor
+    core_end: gl.tensor
+
+
+@gluon.jit
+def issue_first(c: gl.constexpr, pipe, n):
+    """Starts q k^T [64, 64] of consumer c's tile n in the half of the columns that it sums, which is there first."""
+    s = gl.zeros([64, 64], gl.float32, product_layout(64, pipe.latent.dtype))
+    pipe.wait(n, c, c)
+    return warpgroup_mma(pipe.half_of_queries(c), pipe.values(c, c).permute((1, 0)), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_rest(c: gl.constexpr, pipe, s, n):
+    """Starts s += q k^T of the other columns: two groups of products."""
+    pipe.wait(n, c, 1 - c)
+    s = warpgroup_mma(pipe.half_of_queries(1 - c), pipe.values(c, 1 - c).permute((1, 0)), s, is_async=True)
+    q = pipe.queries.tiles.index(opaque(2 * HALF)).reshape([64, 64])
+    return warpgroup_mma(q, pipe.weights(c).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def issue_scores(c: gl.constexpr, pipe, n):
+    """Starts q k^T [64, 64] of consumer c's tile n."""
+    return issue_rest(c, pipe, issue_first(c, pipe, n), n)
+
+
+@gluon.jit
+def shrunk(acc, alpha):
+    """acc [64, 256] times alpha [64]."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def issue_others(c: gl.constexpr, pipe, acc, n):
+    """Starts acc += p v of the other consumer's tile n, whose weights it has handed over."""
+    pipe.wait(n, 1 - c, c)
+    return warpgroup_mma(pipe.weights(1 - c), pipe.values(1 - c, c), acc, is_async=True)
+
+
+@gluon.jit
+def issue_own(c: gl.constexpr, pipe, acc, p):
+    """Starts acc += p v of its own tile."""
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
+    return warpgroup_mma(p, pipe.values(c, c), acc, is_async=True)
+
+
+@gluon.jit
+def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
+    """The weights of tile n from its products s [64, 64], handed over. Returns them, alpha, row_max and row_sum."""
+    rows = tiles.rows
+    tile = tiles.first + n - tiles.n
+    s = rows.apply_score(s, tile, (), ())
+    if (tile < tiles.core) | (tile >= tiles.core_end):
+        s = rows.apply_mask(s, tile, rows.rule.mask.lower)
+    weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
+    p = weights.to(pipe.latent.dtype)
+    pipe.hand_over(c, p, row_max, alpha)
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))
+    return p, alpha, row_max, row_sum * decay[:, None] + row_sums(weights)
+
+
+@gluon.jit
+def first_tile(c: gl.constexpr, pipe, tiles, state, n):
+    """The state after tile n, the first of a part and consumer c's."""
+    s = warpgroup_mma_wait(0, [issue_scores(c, pipe, n)])
+    p, _, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    acc = warpgroup_mma_wait(0, [issue_own(c, pipe, state.acc, p)])
+    pipe.release(c, c)
+    return PartState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def others_tile(c: gl.constexpr, pipe, state, n):
+    """What the other consumer has handed over of tile n: sums that are shrunk, and its maximum."""
+    pipe.take_over(c)
+    # [64]
+    row_max = pipe.maxima.index(1 - c).load(state.row_max.type.layout)
+    alpha = pipe.decays.index(1 - c).load(state.row_max.type.layout)
+    row_sum = state.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, state.row_sum.type.layout))[:, None]
+    return PartState(shrunk(state.acc, alpha), row_max, row_sum)
+
+
+@gluon.jit
+def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
+    """The state after the other consumer's tile n - 1 and its own tile n.
+
+    The values of the one come between the first scores of the other and the rest: so they wait for no copy of keys, and
+    their stage is free soon (notes/gluon_latent.md).
+    """
+    s = issue_first(c, pipe, n)
+    state = others_tile(c, pipe, state, n - 1)
+    part = issue_others(c, pipe, state.acc, n - 1)
+    s = issue_rest(c, pipe, s, n)
+    acc = warpgroup_mma_wait(2, [part])  # two groups of products came after it
+    pipe.release(1 - c, c)
+    s = warpgroup_mma_wait(0, [s])
+    p, alpha, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
+    acc = warpgroup_mma_wait(0, [issue_own(c, pipe, shrunk(acc, alpha), p)])
+    pipe.release(c, c)
+    return PartState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def score_rows(args, rule, rows, b, used, keys):
+    """The ScoreRows of a part."""
+    ROWS: gl.constexpr = args.shape.ROWS
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
+    # [64]
+    i = gl.arange(0, 64, layout)
+    q_idx = rows.row + i % ROWS
+    h = heads_of_rows(rows, args.group, i, ROWS)
+    bounds = bounds_of_rows(rule.mask, b, q_idx, used, keys)
+    return ScoreRows(rule, linear_terms(rule, b, h, q_idx, used, keys), b, h, q_idx, used, keys, bounds, (), ())
+
+
+@gluon.jit
+def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
+    """Writes a part's out and LSE."""
+    layout: gl.constexpr = state.acc.type.layout
+    live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
+    weight, lse, _ = weights_of_rows(state.row_max, total, rows, None, live)
+    first = (part.to(gl.int64) * args.tiles + tile.number) * 64
+    if c == 0:
+        gl.store(args.part_lse + first + gl.arange(0, 64, state.row_max.type.layout), lse)
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    column = gl.arange(0, 256, gl.SliceLayout(0, layout))
+    there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
+    out = shrunk(state.acc, weight)
+    gl.store(args.parts + (first * 512 + c * 256) + (i[:, None] * 512 + column[None, :]), out, mask=there)
+
+
+@gluon.jit
+def store_whole(c: gl.constexpr, args, tile, rows, state, total):
+    """Writes out and LSE of all of a sequence's keys."""
+    layout: gl.constexpr = state.acc.type.layout
+    live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
+    weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
+    if c == 0 and args.lse is not None:
+        place = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
+        gl.store(args.lse + place, lse, mask=live)
+    place = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
+    column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
+    there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
+    out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
+    gl.store(place[:, None] + column[None, :], out, mask=there)
+
+
+@gluon.jit
+def consume(c: gl.constexpr, args, pipe):
+    """Consumer c: every second tile's scores and weights, and one half of the columns of out."""
+    rule = score_rule(args.mask, args.score, None, args.scale)
+    tile = row_tile(args)
+    LEAST: gl.constexpr = LOWEST_VAST if rule.score.vast else LOWEST
+    s_layout: gl.constexpr = product_layout(64, pipe.latent.dtype)
+    sums: gl.constexpr = row_sums(gl.zeros([64, 64], gl.float32, s_layout)).type.layout
+    begin = tile.number * 0
+    done = begin
+    pipe.queries.wait(0)
+    at = pipe.queries.record_of(0)
+    b = pipe.queries.get(at, BATCH)
+    while b >= 0:
+        rows = score_rows(args, rule, tile, b, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
+        end = begin + pipe.queries.get(at, TILES)
+        first, part, whole = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART), pipe.queries.get(at, WHOLE)
+        tiles = PartTiles(rows, first, begin, pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END))
+        state = PartState(
+            gl.zeros([64, 256], gl.float32, product_layout(256, pipe.latent.dtype)),
+            gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s_layout)),
+            gl.zeros([64, 8], gl.float32, sums),
+        )
+        n = begin
+        if begin % 2 == c:
+            state = first_tile(c, pipe, tiles, state, n)
+            n += 2
+        else:
+            n += 1
+        for i in range((end - n + 1) // 2):
+            state = two_tiles(c, pipe, tiles, state, n + 2 * i)
+        pipe.queries.release(done)
+        if end % 2 == c:  # the last tile is the other's
+            state = others_tile(c, pipe, state, end - 1)
+            acc = warpgroup_mma_wait(0, [issue_others(c, pipe, state.acc, end - 1)])
+            pipe.release(1 - c, c)
+            state = PartState(acc, state.row_max, state.row_sum)
+        total = pipe.total(c, done, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))
+        if whole != 0:
+            store_whole(c, args, tile, rows, state, total)
+        else:
+            store_part(c, args, tile, rows, state, total, part)
+        begin = end
+        done += 1
+        pipe.queries.wait(done)
+        at = pipe.queries.record_of(done)
+        b = pipe.queries.get(at, BATCH)
+
+
+# Latent attention on Hopper: 64 query rows of one key head, two consumers with half of out's columns each.
+#
+# A tile of 64 keys is read once and is in shared memory as keys [64, 576], of which the first 512 columns are the
+# values.
+# 64 rows of out are half of a multiprocessor's registers, so there is no second tile of rows whose products could run
+# under a softmax. Instead the consumers take turns at the tiles, and each one's weights go through shared memory to the
+# other: the seesaw of FlashMLA (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Here
+# tiles are added up in their order, so that no weight is rounded twice.
+
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 RECORD = gl.constexpr(NUMBERS)
 

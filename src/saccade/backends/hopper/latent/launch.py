@@ -12,15 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs
-from saccade.backends.device import masks, scores, sequences
+from saccade.backends.device import masks, positions, scores
 from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
-from saccade.backends.hopper.forward import paged_tma
+from saccade.backends.hopper.forward import load
 from saccade.backends.hopper.forward.launch import grouped, score_record
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
-from saccade.backends.hopper.latent.load import gathers
-from saccade.backends.hopper.latent.schedule import Schedule, merge_kernel, schedule_kernel
+from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call, aligned
 
@@ -67,7 +66,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         cut = launches.get("latent cut")
         if cut is None:
             cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
-        score, mask, spans = score_record(call), masks.record(call), sequences.spans(call)
+        score, mask, spans = score_record(call), masks.record(call), positions.spans(call)
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
@@ -127,13 +126,13 @@ def arguments(
     listed = call.mask is not None and call.mask.listed
     rules = mask._replace(all_tiles=FLAGS[listed]), score
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, paged_tma.record(call), schedule, rules
+    return cache, *results, *spans, load.record(call), schedule, rules
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:
     """The launch of all calls of the Call's key."""
     q, k = call.q, call.k
-    box = paged_tma.box_rows(k.shape[2], BLOCK_K)
+    box = load.box_rows(k.shape[2], BLOCK_K)
     shapes = [
         shape_of(grouped(q, call.group), (1, 1, 64 // cut.rows, cut.rows, 64)),
         shape_of(k, (1, 1, box, 64)),

@@ -1,4 +1,4 @@
-"""What is done once another module is imported, by whomever, and not before."""
+"""A dispatch mode that lets PyTorch's compiler be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` whose use imports no part of `torch.compile`, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Since 2.13 torch hides modes from its compiler, which it imports to do so. It never meets these."""
+        return False
+
+
+# What is done once another module is imported, by whomever, and not before.
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""The one cache of this package: bounded, safe for threads and forks."""
+"""Attributes that are computed once, when they are first asked for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,48 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from saccade.util.kept_memory import capturing, keep
+
+T = TypeVar("T")
+
+
+class lazily(Generic[T]):
+    """`functools.cached_property` without the lock that it has before Python 3.12: all objects share that lock, and a
+    child that is forked while it is held waits for ever. Two threads may compute an attribute; both get the same value.
+
+    >>> class Circle:
+    ...     r = 2.0
+    ...     @lazily
+    ...     def area(self) -> float:
+    ...         return 3.14 * self.r**2
+    >>> circle = Circle()
+    >>> circle.area, circle.area is circle.area
+    (12.56, True)
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: Any = None) -> lazily[T]: ...
+
+    @overload
+    def __get__(self, owner: object, kind: Any = None) -> T: ...
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        if owner is None:
+            return self
+        return owner.__dict__.setdefault(self.name, self.function(owner))
+
+
+# The one cache of this package: bounded, safe for threads and forks.
+
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")

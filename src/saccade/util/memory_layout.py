@@ -1,4 +1,4 @@
-"""Which memory a tensor has, and whether two tensors share any: a result must not be written to an input's memory."""
+"""Where tensors lie, as kernels want to know it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes: what a bulk copy wants of pointers and strides, and the most that one load takes."""
+
+
+def address(x: Tensor) -> int:
+    """0 for tensors without memory, as they are inside torch.func transforms."""
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+# Which memory a tensor has, and whether two tensors share any: a result must not be written to an input's memory.
 
 
 def disjoint(x: Tensor, y: Tensor) -> bool:
