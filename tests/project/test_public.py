@@ -8,7 +8,8 @@ import pytest
 
 PUBLIC = {
     "saccade": "attention explain causal window prefix documents interval mask_mod block_mask alibi softcap "
-    "relative_bias t5_bias bias temperature compose Dense Packed Paged Descale Partial Scored merge append_kv quantize Unsupported",
+    "relative_bias t5_bias bias temperature compose Dense Packed Paged Descale Partial Scored merge append_kv "
+    "quantize Unsupported",
     "saccade.nn": "Attention",
     "saccade.distributed": "plan ContextPlan Piece sharding estimates",
     "saccade.testing": "check Case Inputs Report",
