@@ -1,9 +1,8 @@
 """Products and sums of head dims between 64 and 128, which are worked on in two parts: the lower half of 128 columns,
 and what is in use of the upper one."""
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -60,8 +59,6 @@ def issue_sums(a, b, sums):
 
 
 # What the backward's kernels take: records that the host fills, and what all warps of a program know.
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 class BackwardScoreArgs(NamedTuple):

@@ -10,6 +10,7 @@ the forward 8 % even where it was not taken. Nothing is taken out of the loops (
 would compute before them occupy registers, and others spill.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -45,8 +46,6 @@ from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring
 from saccade.backends.hopper.shim import Value, aggregate, start_next, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, store_sums, thread_sums, wait_for_sums
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 K_SLOTS = gl.constexpr(2)
 """Places for k, and for the record of what a kv block is, of blocks in use, where there is room."""

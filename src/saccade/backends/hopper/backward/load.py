@@ -4,6 +4,7 @@ A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that
 for the producer alone, which clears them before any other warp sees the tile.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -22,8 +23,6 @@ from saccade.backends.hopper.backward.tile_scheduler import (
 from saccade.backends.hopper.pipeline import Ring
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, wait_for_last
 from saccade.backends.hopper.tiles import zero_tail
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ Head dims come in chunks of 64 columns. Sums are tiles of 128 or 256 columns, or
 takes 192: a tuple of one or of two tiles.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -49,8 +50,6 @@ from saccade.backends.hopper.pipeline import Ring, new_barriers, new_ring
 from saccade.backends.hopper.ptx import uniform
 from saccade.backends.hopper.shim import Value, aggregate, start_next, view, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, wait_for_sums
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""

@@ -1,5 +1,6 @@
 """The forward's consumers: groups of four warps, each with the online softmax of its own 64 query rows."""
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import Any, NamedTuple
@@ -48,8 +49,6 @@ from saccade.backends.hopper.pipeline import (
 from saccade.backends.hopper.ptx import pack_pairs, pack_quads, unpack_pairs, unpack_quads
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, log2, product_layout, row_sums, wait_for_sums
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 @aggregate
@@ -423,7 +422,6 @@ def consume(c: gl.constexpr, args, pipe):
 # the
 # tensors with zeros, and do not write there.
 
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 RAW = gl.constexpr(2)
 """Tiles of values that wait for being turned."""

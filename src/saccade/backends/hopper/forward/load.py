@@ -4,10 +4,9 @@ A tile in shared memory is stripes of WIDTH columns, each with all of its rows o
 of 8 rows may come from anywhere.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
-
-from __future__ import annotations
 
 import math
 from functools import lru_cache
@@ -65,7 +64,7 @@ class Parts(NamedTuple):
     """constexpr: d_v"""
 
     @staticmethod
-    def of(found: Tensor) -> Parts:
+    def of(found: Tensor) -> "Parts":
         numbers = runtime_int(found.shape[1:4].numel()), runtime_int(found.shape[0])
         return Parts(found, *numbers, _constant(found.shape[4]))
 
@@ -177,8 +176,6 @@ def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS
 
 
 # The forward's producer: one warp that draws work and keeps the pipeline full.
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 @aggregate

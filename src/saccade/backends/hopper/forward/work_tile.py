@@ -1,5 +1,6 @@
 """The order of work items: no multiprocessor is to end late, and keys and values are to stay in the L2 cache."""
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 import triton
@@ -11,8 +12,6 @@ from saccade.backends.device.block_lists_kernel import block_list_number, load_b
 from saccade.backends.device.positions import extent, is_packed
 from saccade.backends.hopper.ptx import counted
 from saccade.backends.hopper.shim import Value, aggregate
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 L2_BYTES = 36 << 20
 """K and V of the heads that are worked on at one time: of what the L2 cache of an H200 holds a little more than half
@@ -107,7 +106,6 @@ def section_size(heads: int, packs: int, kv_bytes: int) -> int:
 
 # Work items: the numbers by which the producer tells the consumers what to do, and how a consumer reads them.
 
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 # Batch row (-1: no more work), key head, first head of its group, first row, the tiles of keys [LO, HI) that are
 # loaded, and four numbers for each consumer from CONSUMER on.

@@ -1,5 +1,6 @@
 """The latent kernel's consumers: two groups of four warps that share 64 query rows."""
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from typing import Any, NamedTuple
@@ -40,8 +41,6 @@ from saccade.backends.hopper.pipeline import Slots, new_barriers
 from saccade.backends.hopper.ptx import opaque
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import product_layout, row_sums
-
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 
 @aggregate
@@ -271,7 +270,6 @@ def consume(c: gl.constexpr, args, pipe):
 # other: the seesaw of FlashMLA (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Here
 # tiles are added up in their order, so that no weight is rounded twice.
 
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 RECORD = gl.constexpr(NUMBERS)
 

@@ -6,10 +6,9 @@ is what a line and a sequence have in common: line l and sequence b have part l 
 the line or the sequence changes.
 """
 
+# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
-
-from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -149,7 +148,6 @@ def merge_kernel(
 #
 # It is one warp that copies in bulk, or four that gather rows of pages which are too short for that.
 
-# No `from __future__ import annotations` here: an aggregate reads its fields' types.
 
 # Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
 # which no mask is needed, the sequence's rows and keys in use, and whether it is all of the sequence.
