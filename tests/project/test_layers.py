@@ -132,6 +132,14 @@ def test_importing_is_light(fresh_process):
     }
 
 
+def test_modules_of_aggregates_evaluate_their_annotations():
+    """Triton 3.6 checks a field's value against its annotation, which would be a text."""
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"^@aggregate$", text, re.MULTILINE) and "hopper" in place(file):
+            assert not re.search("^from __future__ import annotations", text, re.MULTILINE), file
+
+
 def test_picture_is_true():
     """DESIGN's picture has the layers of the library, from the top."""
     page = (PACKAGE.parents[1] / "DESIGN.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a plan makes once, and what torch.compile meets of it."""
+"""Who takes part in a plan: process groups, meshes or a number of ranks; and what a plan makes once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from saccade.scores.recording.compile_constant import callable_of, compile_constant
 from saccade.util import arguments
 from saccade.util.kept_memory import keep
+
+# What a plan makes once, and what torch.compile meets of it.
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -1,8 +1,4 @@
-"""Scores that mask keys by their distance: `where(q_idx >= kv_idx, rest, -inf)` is a window, and a rest.
-
-The visible keys are an interval of `kv_idx - q_idx`. Where a window sees to that, the comparisons in the function are
-true on all that is computed: what they select replaces the selects, in the value and in a derivative of the user's own.
-"""
+"""Score functions that mask keys by distance: their window, and the call with that window in its mask."""
 
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
@@ -25,6 +21,12 @@ from saccade.scores.codegen.program import Program, cache, constant_of
 from saccade.scores.codegen.ranges import LONGEST, spread
 from saccade.scores.recording.trace import name_of, shallow
 from saccade.util.caches import BoundedCache
+
+# Scores that mask keys by their distance: `where(q_idx >= kv_idx, rest, -inf)` is a window, and a rest.
+#
+# The visible keys are an interval of `kv_idx - q_idx`. Where a window sees to that, the comparisons in the function
+# are true on all that is computed: what they select replaces the selects, in the value and in a derivative of the
+# user's own.
 
 # torch.fx types the arguments of nodes as unions of everything.
 

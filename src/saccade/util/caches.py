@@ -1,4 +1,4 @@
-"""Attributes that are computed once, when they are first asked for."""
+"""Caches: attributes that are computed once, and the one bounded cache of this package."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from saccade.util.kept_memory import capturing, keep
+
+# Attributes that are computed once, when they are first asked for.
 
 T = TypeVar("T")
 

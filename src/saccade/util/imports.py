@@ -1,4 +1,4 @@
-"""A dispatch mode that lets PyTorch's compiler be."""
+"""Ways around slow imports: a dispatch mode without PyTorch's compiler, and hooks for modules imported later."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# A dispatch mode that lets PyTorch's compiler be.
 
 
 class DispatchMode(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Where tensors lie, as kernels want to know it."""
+"""How tensors lie in memory: alignment, and whether two tensors share any."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+# Where tensors lie, as kernels want to know it.
 
 ALIGNMENT = 16
 """Bytes: what a bulk copy wants of pointers and strides, and the most that one load takes."""

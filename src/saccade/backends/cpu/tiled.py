@@ -1,4 +1,4 @@
-"""The sink: one more logit per query head, in the sum of the softmax but not in its value."""
+"""Attention in tiles of plain PyTorch operations: one block of query rows against the keys that it sees."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, 
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, Worker, scores_dtype, tiling_of, wide_dtype
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
+
+# The sink: one more logit per query head, in the sum of the softmax but not in its value.
 
 
 def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""cuDNN graphs of attention, by NVIDIA's Python frontend, which a call imports first: built, cached and run."""
+"""cuDNN graphs of attention and of score callbacks: built, cached and run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from saccade.scores import Score, Traced
 from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
 from saccade.util.caches import BoundedCache, lazily
 from saccade.util.memory_layout import ALIGNMENT
+
+# cuDNN graphs of attention, by NVIDIA's Python frontend, which a call imports first: built, cached and run.
 
 
 def installed() -> bool:

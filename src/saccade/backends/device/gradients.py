@@ -1,4 +1,4 @@
-"""Launches of kernels that compute the weights of a call once more."""
+"""Helpers that the backwards of all kernel backends share."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -20,6 +20,8 @@ from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import head
 from saccade.call import Call, aligned
 from saccade.util.memory_layout import ALIGNMENT
+
+# Launches of kernels that compute the weights of a call once more.
 
 
 def recompute_launch(kernel: Any, call: Call, *constants: Any) -> Launch:

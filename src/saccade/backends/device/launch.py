@@ -1,9 +1,4 @@
-"""Keys of compiled kernels that do not depend on what a process compiled before.
-
-Until 3.8 or so Triton adds a callee's global numbers to a caller's key before it has looked for them: they are there if
-another kernel has called the callee before. So the same kernel had several keys, and was compiled for each. Here the
-callee's own key comes first, as in Triton 3.9, where this changes nothing.
-"""
+"""Launches of compiled kernels, for every backend that has them."""
 
 from __future__ import annotations
 
@@ -24,6 +19,12 @@ from saccade.call import Call
 from saccade.layouts import Packed
 from saccade.util import hardware
 from saccade.util.kept_memory import relaxed_capture
+
+# Keys of compiled kernels that do not depend on what a process compiled before.
+#
+# Until 3.8 or so Triton adds a callee's global numbers to a caller's key before it has looked for them: they are
+# there if another kernel has called the callee before. So the same kernel had several keys, and was compiled for
+# each. Here the callee's own key comes first, as in Triton 3.9, where this changes nothing.
 
 _update_hash: Any = DependenciesFinder._update_hash
 

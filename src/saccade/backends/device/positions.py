@@ -1,5 +1,4 @@
-"""Where query rows and keys stand, as kernels read it: masks, score functions and dropout take positions, while tiles
-are found by the numbers of rows and keys."""
+"""Sequences and positions as kernels read them: where rows of each sequence are, and where rows and keys stand."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -18,6 +17,9 @@ from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
 from saccade.call import Call
 from saccade.scores import LONGEST as _LONGEST
+
+# Where query rows and keys stand, as kernels read it: masks, score functions and dropout take positions, while tiles
+# are found by the numbers of rows and keys.
 
 LONGEST = tl.constexpr(_LONGEST)
 NUMBER, SEQUENCE, ROW, ALIGNED = constants(0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""Aggregates: values that kernels build on the device."""
+"""Types of device code: named tuples that kernels take, and aggregates that kernels build."""
 
 # pyright: reportAttributeAccessIssue=false, reportFunctionMemberAccess=false
 
@@ -16,6 +16,8 @@ from triton.language import core
 from saccade.call import aligned
 from saccade.masks import FARTHEST as _FARTHEST
 from saccade.util.memory_layout import ALIGNMENT
+
+# Aggregates: values that kernels build on the device.
 
 
 def _aggregate(fields: Any) -> Any:

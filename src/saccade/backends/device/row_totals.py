@@ -1,4 +1,4 @@
-"""What exp(score - lse) adds up to, in rows whose LSE is so large that log(total) has no place beside it in float32."""
+"""Row totals of exp(score - lse) for rows whose LSE is too large to hold log(total)."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 # pyright: reportCallIssue=false
@@ -23,6 +23,8 @@ from saccade.backends.device.tiles import head, in_units, load_tile, power
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 from saccade.scores import Traced
+
+# What exp(score - lse) adds up to, in rows whose LSE is so large that log(total) has no place beside it in float32.
 
 LARGE = tl.constexpr(512.0)
 """Of an LSE: up to here p is off by 2^-15 at most."""

@@ -1,5 +1,4 @@
-"""Captured tensors that have an element for each score, such as a learned bias (b, h, s_q, s_k), as bulk copies bring
-them: tile by tile, beside the keys."""
+"""Captured tensors with one element for each score, such as a learned bias: bulk copies bring them tile by tile."""
 
 # pyright: reportCallIssue=false
 
@@ -19,6 +18,9 @@ from saccade.backends.hopper.tma_launch import ELEMENTS
 from saccade.call import Call
 from saccade.scores import Traced
 from saccade.util.memory_layout import ALIGNMENT, address
+
+# Captured tensors that have an element for each score, such as a learned bias (b, h, s_q, s_k), as bulk copies bring
+# them: tile by tile, beside the keys.
 
 
 class CapturedTile(NamedTuple):

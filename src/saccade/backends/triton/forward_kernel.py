@@ -1,4 +1,4 @@
-"""The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax."""
+"""The portable forward kernel, and its backward counterpart for sequences that may share keys."""
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -48,6 +48,8 @@ from saccade.backends.device.q_block import (
 from saccade.backends.device.records import FAR, LOG2E, plain_int
 from saccade.backends.device.tiles import head, load_tile, log_sum, sink_column, store_largest, tile_range
 from saccade.backends.triton.backward_kernels import HeadGradients, dkdv_step, key_sums, store_dk, store_dv
+
+# The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax.
 
 RAISED = tl.constexpr(256)
 """What probabilities are multiplied by before they are rounded to 8 bits, so that small ones are normal numbers."""

@@ -1,8 +1,4 @@
-"""Rows times the Hadamard matrix, on the tensor cores.
-
-A tile's rows lie in CHUNKS of WIDTH columns. Its order keeps chunks that are added in one thread: of two neighbours
-each has 8 rows in turn, as a thread has rows n and n + 8 of a product; pairs of them follow one another.
-"""
+"""The quantizing kernel: 8-bit numbers and their factors, and rows times the Hadamard matrix."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -18,6 +14,11 @@ from saccade.backends.device.positions import blocks_before, extent, is_packed, 
 from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import head
 from saccade.call.descale import BLOCK as _BLOCK
+
+# Rows times the Hadamard matrix, on the tensor cores.
+#
+# A tile's rows lie in CHUNKS of WIDTH columns. Its order keeps chunks that are added in one thread: of two neighbours
+# each has 8 rows in turn, as a thread has rows n and n + 8 of a product; pairs of them follow one another.
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sums over ranks of what each has returned, row by row."""
+"""Sums over ranks of the gradients that each returned for the same rows."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false
@@ -15,6 +15,8 @@ from triton import next_power_of_2
 
 from saccade.backends.device.launch import Launch, on_device
 from saccade.util.caches import BoundedCache
+
+# Sums over ranks of what each has returned, row by row.
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,4 +1,4 @@
-"""Keys and values to all the places where they are needed."""
+"""Copies of a rank's keys and values to all the places where calls need them."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false
@@ -15,6 +15,8 @@ from triton import next_power_of_2
 
 from saccade.backends.device.launch import Launch, on_device
 from saccade.util.caches import BoundedCache
+
+# Keys and values to all the places where they are needed.
 
 
 @triton.jit(do_not_specialize=["rows"])

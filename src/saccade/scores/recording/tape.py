@@ -1,4 +1,4 @@
-"""Shapes of values."""
+"""A tape: the operations of a function of the score in order, with the shapes of their values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.recording.compile_constant import compile_constant, word_of
+
+# Shapes of values.
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""Products and sums of head dims between 64 and 128, which are worked on in two parts: the lower half of 128 columns,
-and what is in use of the upper one."""
+"""What the backward's kernels take, and the products of head dims between 64 and 128."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -13,6 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from saccade.backends.hopper.backward.kv_block import KVBlocks
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import product_layout
+
+# Products and sums of head dims between 64 and 128, which are worked on in two parts: the lower half of 128 columns,
+# and what is in use of the upper one.
 
 
 @gluon.constexpr_function

@@ -1,10 +1,4 @@
-"""The order in which programs add their share to a piece of dq, where every run has to add in the same one.
-
-The programs of a key head go from its last keys to its first, and add in that order. Under a causal mask no program
-waits then: the last keys that see a row are those on the diagonal, where their program begins. A kv block waits only
-for those before it, which programs that run work on (tile_scheduler.py), or, above d = 128, for programs with smaller
-numbers, which have started.
-"""
+"""Sums of dq in float32: the order of the additions, and the kernels before and after them."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
@@ -24,6 +18,13 @@ from saccade.backends.hopper.backward.kv_block import KVBlocks
 from saccade.backends.hopper.ptx import add_one, fence_memory, wait_until
 from saccade.backends.hopper.shim import start_next, wait_for_last
 from saccade.backends.hopper.tiles import product_layout
+
+# The order in which programs add their share to a piece of dq, where every run has to add in the same one.
+#
+# The programs of a key head go from its last keys to its first, and add in that order. Under a causal mask no program
+# waits then: the last keys that see a row are those on the diagonal, where their program begins. A kv block waits
+# only for those before it, which programs that run work on (tile_scheduler.py), or, above d = 128, for programs with
+# smaller numbers, which have started.
 
 
 class DQSemaphore(NamedTuple):

@@ -1,4 +1,4 @@
-"""The stores: dk and dv in whole tiles, the last one of a packed sequence row by row; dq goes to its accumulator."""
+"""The backward's stores: dk, dv and dq, the sums of a group's shares, and zeros that others add to."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
@@ -18,6 +18,8 @@ from saccade.backends.hopper.backward.tile_scheduler import has_work, read_recor
 from saccade.backends.hopper.ptx import wait_until_written
 from saccade.backends.hopper.shim import tma_reduce_add, tma_store, wait_for_last
 from saccade.backends.hopper.tiles import store_rows
+
+# The stores: dk and dv in whole tiles, the last one of a packed sequence row by row; dq goes to its accumulator.
 
 
 @gluon.jit

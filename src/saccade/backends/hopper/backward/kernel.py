@@ -1,14 +1,4 @@
-"""The consumers of the backward up to d = 128: dk and dv of 64 keys each, and half of every dq.
-
-A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv; ds
-while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier between
-`ds` and `dq` would make them meet. notes/gluon_backward.md has what each choice was worth.
-
-Products are accumulated onto -lse / scale and -delta instead of zeros where that is cheaper (FOLD), and the mask is
-part of that start. Blocks with and without the mask have loops of their own: a branch between products in flight cost
-the forward 8 % even where it was not taken. Nothing is taken out of the loops (disable_licm): the addresses that LLVM
-would compute before them occupy registers, and others spill.
-"""
+"""The Hopper backward up to d = 128: a program owns 128 keys of a head and walks over the rows that see them."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -46,6 +36,17 @@ from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring
 from saccade.backends.hopper.shim import Value, aggregate, start_next, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, store_sums, thread_sums, wait_for_sums
+
+# The consumers of the backward up to d = 128: dk and dv of 64 keys each, and half of every dq.
+#
+# A consumer's step i: issue s(i) and dq(i - 1); exp2 while dq(i - 1) runs; hand dq(i - 1) over; issue dp(i) and dv;
+# ds while dv runs; issue dk. Taking dq one step later lets the consumers drift half a step apart, where a barrier
+# between `ds` and `dq` would make them meet. notes/gluon_backward.md has what each choice was worth.
+#
+# Products are accumulated onto -lse / scale and -delta instead of zeros where that is cheaper (FOLD), and the mask is
+# part of that start. Blocks with and without the mask have loops of their own: a branch between products in flight
+# cost the forward 8 % even where it was not taken. Nothing is taken out of the loops (disable_licm): the addresses
+# that LLVM would compute before them occupy registers, and others spill.
 
 K_SLOTS = gl.constexpr(2)
 """Places for k, and for the record of what a kv block is, of blocks in use, where there is room."""

@@ -1,8 +1,4 @@
-"""The producer of a backward program that has one kv block: one warp that brings in k and v, and then q and dout.
-
-A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use lands
-for the producer alone, which clears them before any other warp sees the tile.
-"""
+"""The backward's producers: one for programs that have one kv block, one for programs that draw kv blocks."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -23,6 +19,11 @@ from saccade.backends.hopper.backward.tile_scheduler import (
 from saccade.backends.hopper.pipeline import Ring
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, wait_for_last
 from saccade.backends.hopper.tiles import zero_tail
+
+# The producer of a backward program that has one kv block: one warp that brings in k and v, and then q and dout.
+#
+# A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use
+# lands for the producer alone, which clears them before any other warp sees the tile.
 
 
 @gluon.jit

@@ -1,11 +1,4 @@
-"""The consumers of the backward above d = 128: one has dv, the other dk, and each half of every dq.
-
-The first consumer's dq is one step late: s(i), exp2, p(i) handed over, dq(i - 1), dv. So what it waits for came long
-ago, and while either consumer computes in registers, the other one's products keep the tensor cores busy.
-
-Head dims come in chunks of 64 columns. Sums are tiles of 128 or 256 columns, or of 128 and 64 where a head dim
-takes 192: a tuple of one or of two tiles.
-"""
+"""The Hopper backward above d = 128: a program owns 64 keys and walks over the query rows that see them."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -50,6 +43,14 @@ from saccade.backends.hopper.pipeline import Ring, new_barriers, new_ring
 from saccade.backends.hopper.ptx import uniform
 from saccade.backends.hopper.shim import Value, aggregate, start_next, view, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, wait_for_sums
+
+# The consumers of the backward above d = 128: one has dv, the other dk, and each half of every dq.
+#
+# The first consumer's dq is one step late: s(i), exp2, p(i) handed over, dq(i - 1), dv. So what it waits for came
+# long ago, and while either consumer computes in registers, the other one's products keep the tensor cores busy.
+#
+# Head dims come in chunks of 64 columns. Sums are tiles of 128 or 256 columns, or of 128 and 64 where a head dim
+# takes 192: a tuple of one or of two tiles.
 
 BLOCK = gl.constexpr(64)
 """Rows and keys of a tile, and columns of a chunk."""

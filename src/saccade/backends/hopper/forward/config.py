@@ -1,4 +1,4 @@
-"""Schedules of the Hopper kernels: a measured table per GPU, and formulas where it is silent."""
+"""Schedules of the Hopper forward: a measured table per GPU, formulas where it is silent, and splits of the keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from saccade.backends import configs
 from saccade.call import Call
 from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 from saccade.layouts import Paged
+
+# Schedules of the Hopper kernels: a measured table per GPU, and formulas where it is silent.
 
 SHARED_BYTES = 232_448
 """What one program may have on sm_90."""

@@ -1,4 +1,4 @@
-"""The forward's consumers: groups of four warps, each with the online softmax of its own 64 query rows."""
+"""The Hopper forward: one warp loads, and two or three groups of four warps each compute 64 query rows."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -49,6 +49,8 @@ from saccade.backends.hopper.pipeline import (
 from saccade.backends.hopper.ptx import pack_pairs, pack_quads, unpack_pairs, unpack_quads
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, log2, product_layout, row_sums, wait_for_sums
+
+# The forward's consumers: groups of four warps, each with the online softmax of its own 64 query rows.
 
 
 @aggregate

@@ -1,8 +1,4 @@
-"""Tiles of keys from the pages of a cache: a bulk copy for each piece that lies in one page.
-
-A tile in shared memory is stripes of WIDTH columns, each with all of its rows one after the other, so that whole groups
-of 8 rows may come from anywhere.
-"""
+"""The forward's producer: one warp that draws work items and loads their tiles, also from the pages of a cache."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -50,6 +46,11 @@ from saccade.backends.hopper.shim import Value, aggregate, tma_load, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, zero_tail
 from saccade.call import Call
 from saccade.layouts import Paged
+
+# Tiles of keys from the pages of a cache: a bulk copy for each piece that lies in one page.
+#
+# A tile in shared memory is stripes of WIDTH columns, each with all of its rows one after the other, so that whole
+# groups of 8 rows may come from anywhere.
 
 
 class Parts(NamedTuple):

@@ -1,8 +1,4 @@
-"""8-bit values of pages and of key ranges: four warps that turn each tile as it comes.
-
-Such values have no copy with keys side by side (`transpose.py`): a cache is larger than what one call reads of it, and
-ranges overlap. The tiles here are the same as those of that copy.
-"""
+"""8-bit values with keys side by side, as the tensor cores want them: transposed before the kernel, or in it."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -23,6 +19,11 @@ from saccade.backends.device.positions import block_of_rows, spans
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.device.tiles import head
 from saccade.call import Call
+
+# 8-bit values of pages and of key ranges: four warps that turn each tile as it comes.
+#
+# Such values have no copy with keys side by side (`transpose.py`): a cache is larger than what one call reads of it,
+# and ranges overlap. The tiles here are the same as those of that copy.
 
 
 @gluon.jit

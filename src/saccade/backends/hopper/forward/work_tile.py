@@ -1,4 +1,4 @@
-"""The order of work items: no multiprocessor is to end late, and keys and values are to stay in the L2 cache."""
+"""Work items: their order, and the numbers by which the producer describes one to the consumers."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -12,6 +12,8 @@ from saccade.backends.device.block_lists_kernel import block_list_number, load_b
 from saccade.backends.device.positions import extent, is_packed
 from saccade.backends.hopper.ptx import counted
 from saccade.backends.hopper.shim import Value, aggregate
+
+# The order of work items: no multiprocessor is to end late, and keys and values are to stay in the L2 cache.
 
 L2_BYTES = 36 << 20
 """K and V of the heads that are worked on at one time: of what the L2 cache of an H200 holds a little more than half

@@ -1,4 +1,4 @@
-"""The latent kernel's consumers: two groups of four warps that share 64 query rows."""
+"""Latent attention on Hopper: 64 query rows of one key head, two consumers with half of out's columns each."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -41,6 +41,8 @@ from saccade.backends.hopper.pipeline import Slots, new_barriers
 from saccade.backends.hopper.ptx import opaque
 from saccade.backends.hopper.shim import Value, aggregate
 from saccade.backends.hopper.tiles import product_layout, row_sums
+
+# The latent kernel's consumers: two groups of four warps that share 64 query rows.
 
 
 @aggregate

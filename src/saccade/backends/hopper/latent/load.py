@@ -1,10 +1,4 @@
-"""Which keys of which sequence a program of the latent kernel takes, from lengths that only the device knows.
-
-The tiles of keys of all sequences, one sequence after the other, are a row that is cut in lines of equal length. Each
-line is worked on by one program for each tile of query rows, so that programs side by side read the same keys. A part
-is what a line and a sequence have in common: line l and sequence b have part l + b, as from one part to the next either
-the line or the sequence changes.
-"""
+"""The latent kernel's producer, and the schedule that says which keys each program takes."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -26,6 +20,13 @@ from saccade.backends.hopper.forward.load import load_pages, pages_of
 from saccade.backends.hopper.latent.pipeline import HALF
 from saccade.backends.hopper.shim import aggregate, copy_async, tma_load
 from saccade.backends.hopper.tiles import zero_tail
+
+# Which keys of which sequence a program of the latent kernel takes, from lengths that only the device knows.
+#
+# The tiles of keys of all sequences, one sequence after the other, are a row that is cut in lines of equal length.
+# Each line is worked on by one program for each tile of query rows, so that programs side by side read the same keys.
+# A part is what a line and a sequence have in common: line l and sequence b have part l + b, as from one part to the
+# next either the line or the sequence changes.
 
 
 class Schedule(NamedTuple):
