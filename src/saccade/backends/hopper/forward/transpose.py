@@ -94,7 +94,7 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
     key = start + place // 4 * 16 + place % 4 * 2
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     words = tl.zeros([BLOCK // 4, WIDTH], tl.int32)
-    for i in tl.static_range(4):  # type: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(4):
         row = key + i // 2 * 8 + i % 2
         there = (row < rows)[:, None] & (column < D)[None, :]
         byte = tl.load(head(v, b, h, (first + row)[:, None]) + column[None, :], mask=there, other=0)
