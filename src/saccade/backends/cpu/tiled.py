@@ -235,7 +235,7 @@ class _Backward:
         assert softmax is not None
         shift, total = torch.where(softmax.top == -torch.inf, 0, softmax.top), softmax.total
         if self.call.sink is not None:
-            column = self.call.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
+            column = self.call.sink.to(worker.inside)[:, None, None].expand(*self.saved.lse.shape, 1)
             total = total + (worker.queries(column, tile, worker.inside) - shift).exp()
         return shift, 1 / torch.where(total == 0, 1, total)
 

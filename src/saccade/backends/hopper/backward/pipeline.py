@@ -1,4 +1,4 @@
-"""What the backward's warps hand to one another through shared memory, besides the rings of `gluon/pipeline.py`."""
+"""What the backward's warps hand to one another through shared memory, besides the rings of `hopper/pipeline.py`."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
