@@ -11,7 +11,7 @@ import torch
 from saccade import Packed, attention, causal, mask_mod
 from saccade.backends.device import q_block
 from saccade.backends.device.records import FAR
-from saccade.backends.triton import forward_kernel
+from saccade.backends.triton import backward_kernels
 from saccade.masks import Mask
 from saccade.testing import Report, check
 from saccade.testing.cases import Case
@@ -99,14 +99,14 @@ def first_reader_alone(used_k: Any, after: Any, chunk: Any, start: Any, s_k: Any
     return RIGHT(used_k, after, chunk, start, s_k, block_k) if after < 0 else FAR
 
 
-RIGHT = forward_kernel.next_reader
+RIGHT = backward_kernels.next_reader
 
 
 @pytest.mark.parametrize("fault", ["first", "aligned"])
 def test_wrong_kernels_are_rejected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[1]
     if fault == "first":
-        monkeypatch.setattr(forward_kernel, "next_reader", first_reader_alone)
+        monkeypatch.setattr(backward_kernels, "next_reader", first_reader_alone)
     else:  # dropout's bits of keys that begin at multiples of 16
         monkeypatch.setattr(q_block, "keep_unaligned", q_block.keep)
     found = report(case).ratios

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -265,6 +266,7 @@ _FOLDERS = {"gluon": "hopper"}
 """Where a backend's folder has another name than the backend."""
 
 
+@cache
 def backend_module(name: str, part: str = "") -> Any:
     """The module of a backend, or one of its folder; it is imported when it is first asked for."""
     folder = f"saccade.backends.{_FOLDERS.get(name, name)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from saccade.backends import Backend, Launches, backend_module
@@ -30,7 +30,7 @@ class Plan:
 
     @property
     def module(self) -> Backend:
-        return _module(self.backend)
+        return backend_module(self.backend)
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +99,7 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     """Why this backend does not run this call, or its backward; empty when it does. A Spec does not hold all that a
     Call does, such as lengths. Of a device that this machine does not have, what backends declare is all there is to
     know."""
-    module = _module(backend)
+    module = backend_module(backend)
     support = module.GRADIENT if gradient else module.SUPPORT
     if support is None:
         return ["has no backward"]
@@ -113,7 +113,7 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
 
 def outrun(backend: str, call: Call) -> str | None:
     """Why "auto" leaves a forward that this backend runs to the next one that does, or None."""
-    module = _module(backend)
+    module = backend_module(backend)
     return module.outrun(call) if hasattr(module, "outrun") else None
 
 
@@ -122,8 +122,3 @@ def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:
     if "reference" not in reasons and not reasons_against("reference", spec):
         lines.append('  backend="reference" runs it, slowly, in memory for the whole score matrix')
     return "\n".join(lines)
-
-
-@cache
-def _module(backend: str) -> Any:
-    return backend_module(backend)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade import scores
-from saccade.backends import Saved
+from saccade.backends import Saved, backend_module
 from saccade.call import Call, check_call
 from saccade.call.descale import EIGHT_BITS, Descale
 from saccade.call.spec import TORCH_DTYPES, Spec
@@ -158,7 +158,7 @@ def parts_of(spec: Spec) -> list[str]:
     """Those that calls of a Spec may have."""
     if spec.max_scores:
         spec = replace(spec, max_scores=False)
-    backends = (dispatch._module(name) for name in ("gluon", "triton"))
+    backends = (backend_module(name) for name in ("gluon", "triton"))
     trains = any(x.GRADIENT is not None and not x.GRADIENT.reasons(spec) for x in backends)
     return [*PARTS] if trains else [PARTS[0]]
 

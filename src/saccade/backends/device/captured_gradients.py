@@ -1,7 +1,6 @@
 """The gradients of captured tensors: p and ds once more, tile by tile, scattered to where the score function read."""
 
-# pyright: reportArgumentType=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Row totals of exp(score - lse) for rows whose LSE is too large to hold log(total)."""
 
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

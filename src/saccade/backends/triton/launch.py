@@ -17,9 +17,9 @@ from saccade.backends.device.gradients import aligned_rows, sink_gradient, speci
 from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
 from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
-from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
+from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel, ranges_dkdv_kernel
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
-from saccade.backends.triton.forward_kernel import forward_kernel, ranges_dkdv_kernel
+from saccade.backends.triton.forward_kernel import forward_kernel
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
 

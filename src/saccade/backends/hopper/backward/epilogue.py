@@ -1,7 +1,6 @@
 """The backward's stores: dk, dv and dq, the sums of a group's shares, and zeros that others add to."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportArgumentType=false, reportCallIssue=false
 
 import triton.language as tl
 from triton.experimental import gluon
