@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,9 +109,9 @@ class _Eager(torch.autograd.Function):
         return None, *_Attention.backward(ctx, dout, dlse, _)
 
 
-_above: Any = super(torch.autograd.Function, _Eager)
-_apply_eager = _above.apply
-"""That of C++: torch's own looks for transforms first, of which there are none here."""
+_apply_eager = cast("Any", super(torch.autograd.Function, _Eager)).apply
+"""That of C++: torch's own looks for transforms first, of which there are none here. No module holds the `super`:
+vLLM on a CPU asks all that modules hold for their attributes, which it cannot give."""
 
 
 def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | None) -> Outputs:
