@@ -154,6 +154,19 @@ def test_dense_padded_and_packed(dtype: torch.dtype, kind: torch.dtype, monkeypa
         check(*flat, **options, **keywords).assert_ok()
 
 
+def test_beside_a_large_sink():
+    """Probabilities are rounded to 8 bits, those of keys far below the sink too. That of one key is a power of two, as
+    the interpreter rounds others wrongly."""
+    q, k, v = (torch.randn(1, 2, n, 32).to(E4M3) for n in (20, 1, 1))
+    check(q, k, v, sink=torch.tensor([14.0, 20.0]), backend="triton").assert_ok()
+
+
+def test_dropout_of_a_row_with_one_large_score():
+    """What is left of a row is smaller than float16 has it, which probabilities are rounded to beside 8-bit keys."""
+    q, (k, v) = torch.randn(1, 2, 20, 32).bfloat16(), (rounded(torch.randn(1, 2, 20, 32), E5M2) for _ in "kv")
+    check(q, k, v, scale=10.0, dropout_p=0.5, backend="triton").assert_ok()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tiles_beyond_the_reach_of_a_table(dtype: torch.dtype):
     """Rows of bfloat16 queries have a scale each there, as those of a Descale by blocks have."""

@@ -171,19 +171,24 @@ def largest(row_max, row_sum, live):
 
 
 @triton.jit
-def store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, sink, h, carries):
-    """Writes max_scores, if they are asked for, and adds the sink, if there is one and this part `carries` it. The sink
-    comes after all keys here, as max_scores are the maxima of keys alone. Returns acc, row_max and row_sum."""
+def store_largest(max_scores, place, there, row_max, row_sum, score, live):
+    """Writes max_scores, if they are asked for: the maxima of keys alone, before `add_sink`."""
     if max_scores is not None:
         tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
-        if sink is not None:
-            # [block_q]
-            column = tl.zeros_like(row_max) + sink_column(sink, h, score)
-            column = tl.where(carries, column, float("-inf"))
-            new_max = tl.maximum(row_max, column)
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            alpha = power(row_max - shift, score)
-            acc *= alpha[:, None]
-            row_sum = row_sum * alpha + power(column - shift, score)
-            row_max = new_max
+
+
+@triton.jit
+def add_sink(acc, row_max, row_sum, score, sink, h, carries):
+    """acc [block_q, d_v], row_max and row_sum [block_q] with the sink, if there is one and this part `carries` it.
+
+    It comes after all keys: beside a large sink, weights of keys would be too small for 8 bits."""
+    if sink is not None:
+        # [block_q]
+        column = tl.where(carries, tl.zeros_like(row_max) + sink_column(sink, h, score), float("-inf"))
+        new_max = tl.maximum(row_max, column)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = power(row_max - shift, score)
+        acc *= alpha[:, None]
+        row_sum = row_sum * alpha + power(column - shift, score)
+        row_max = new_max
     return acc, row_max, row_sum

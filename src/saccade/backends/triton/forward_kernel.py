@@ -41,7 +41,7 @@ from saccade.backends.device.q_block import (
     table_stages,
 )
 from saccade.backends.device.records import LOG2E
-from saccade.backends.device.tiles import log_sum, sink_column, store_largest
+from saccade.backends.device.tiles import add_sink, log_sum, store_largest
 
 # The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax.
 
@@ -131,15 +131,10 @@ def forward_kernel(
         block = rescaled(block, scale)
     kv = kv_head(k, v, block, shape)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
-    if sink is None or max_scores is not None:
-        row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
-        row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
-    else:  # one more column, before all others
-        row_max = tl.zeros([shape.BLOCK_Q], tl.float32) + sink_column(sink, h, score)
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-
+    row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
     state = acc, row_max, row_sum
-    if score.linear and RISING and descale is None and sink is None:
+    if score.linear and RISING and descale is None:
         terms = linear_terms(block.args, block.q_idx)
     else:
         terms = None
@@ -161,9 +156,8 @@ def forward_kernel(
     told = stored  # once, where several programs have columns of the same rows
     if shape.D_V > shape.BLOCK_DV:
         told = block.q_idx < tl.where(kv.column == 0, block.there, 0)
-    acc, row_max, row_sum = store_largest(
-        max_scores, block.place, told, acc, row_max, row_sum, score, live, sink, h, True
-    )
+    store_largest(max_scores, block.place, told, row_max, row_sum, score, live)
+    acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, True)
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, block.args.b, h // shape.GROUP)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)

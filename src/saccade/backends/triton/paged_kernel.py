@@ -22,7 +22,7 @@ from saccade.backends.device.eight_bits import factor_of_block, queries, values,
 from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import plain_int
-from saccade.backends.device.tiles import head, log_sum, sink_column, store_largest, tile_range
+from saccade.backends.device.tiles import add_sink, head, log_sum, store_largest, tile_range
 from saccade.backends.triton.paged_schedule import by_length, sequence_of, share
 from saccade.backends.triton.paged_slices import nothing_yet, of_all_slices, sliced, slices_step, turned
 from saccade.backends.triton.paged_tiles import PagedHead, load_rows, pages_of
@@ -58,17 +58,13 @@ def _rows(x, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _nothing_yet(sink, h, part, score, split, shape):
-    """Sums [block_q, d_v], largest scores and sums of weights [block_q] before the first key: nothing but the sink, one
-    more column, which the first part has."""
+def _nothing_yet(split, shape):
+    """Sums [block_q, d_v], largest scores and sums of weights [block_q] before the first key."""
     if split.slices > 1:
-        return nothing_yet(sink, h, part, score, shape, split.word, split.slices)
+        return nothing_yet(shape, split.word, split.slices)
     else:
         row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
         row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
-        if sink is not None:
-            row_max = tl.where(part == 0, sink_column(sink, h, score), float("-inf"))
-            row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
         return tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32), row_max, row_sum
 
 
@@ -192,7 +188,7 @@ def paged_kernel(
     q_tile, scale = queries(q_tile, scale, descale, b, head_k, q_idx)
     if split.slices > 1:
         q_tile, scale = sliced(q_tile, split.slices), turned(scale)
-    acc, row_max, row_sum = _nothing_yet(sink if max_scores is None else None, h, part, score, split, shape)
+    acc, row_max, row_sum = _nothing_yet(split, shape)
     args = ScoreArgs(b, _rows(h, split.slices), rows, keys, off, scale, mask, score, None)
     row_idx, q_tiles = _rows(q_idx, split.slices), (q_tile, q_rest)
 
@@ -213,9 +209,8 @@ def paged_kernel(
         acc, row_max, row_sum, page = _step(acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, True)
 
     acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)
-    acc, row_max, row_sum = store_largest(
-        max_scores, place, q_idx < there, acc, row_max, row_sum, score, live, sink, h, part == 0
-    )
+    store_largest(max_scores, place, q_idx < there, row_max, row_sum, score, live)
+    acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, part == 0)
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, b, head_k)
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)

@@ -15,7 +15,7 @@ import triton.language as tl
 from saccade.backends.device.descale import factor_at
 from saccade.backends.device.eight_bits import bytes_of, factor_of_block, in_words, widened
 from saccade.backends.device.q_block import masked_scores, online_softmax
-from saccade.backends.device.tiles import power, sink_column
+from saccade.backends.device.tiles import power
 from saccade.backends.triton.paged_tiles import keys_of_tile, load_columns, load_rows, pages_of
 
 
@@ -33,15 +33,11 @@ def sliced(x, SLICES: tl.constexpr):
 
 
 @triton.jit
-def nothing_yet(sink, h, part, score, shape, WORD: tl.constexpr, SLICES: tl.constexpr):
+def nothing_yet(shape, WORD: tl.constexpr, SLICES: tl.constexpr):
     """Before the first key: sums, as many [slices, d_v / WORD, block_q] as a word has bytes, largest scores and sums of
-    weights [slices, block_q]. Nothing but the sink, one more column, which the first slice of the first part has."""
+    weights [slices, block_q]."""
     row_max = tl.full([SLICES, shape.BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([SLICES, shape.BLOCK_Q], tl.float32)
-    if sink is not None:
-        carries = (part == 0) & (tl.arange(0, SLICES) == 0)
-        row_max = tl.where(carries[:, None], sink_column(sink, h, score)[None, :], row_max)
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     zeros = tl.zeros([SLICES, shape.BLOCK_DV // WORD, shape.BLOCK_Q], tl.float32)
     if WORD == 1:
         return (zeros,), row_max, row_sum
