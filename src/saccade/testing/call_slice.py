@@ -57,7 +57,8 @@ class Precision(NamedTuple):
     exp: float = 0.0
     """The relative error of exponentials, where it is more than that of the scores' dtype."""
     probabilities: torch.dtype | None = None
-    """The 8-bit dtype that P is rounded to, e4m3 for values of e5m2 too; None is the inputs'."""
+    """What P is rounded to: e4m3 beside queries of 8 bits, float16 beside other queries over 8-bit keys, whose products
+    run in it (`wide_queries`); None is the inputs' dtype."""
     sums: float = 0.0
     """The relative error of each partial sum of a product, where it is more than that of the LSE's dtype."""
     products: float = 0.0
@@ -73,11 +74,12 @@ class Precision(NamedTuple):
             p, functions = torch.float8_e4m3fn, torch.float16 if backend != "triton" else wide
             return cls(wide, functions, 0.0, p, TENSOR_CORE_SUMS)
         half = dtype in (torch.float16, torch.bfloat16)
+        p = torch.float16 if half and kv in EIGHT_BITS else None
         if device.type == "cpu":  # PyTorch's own kernel takes exponentials to 14 bits for 16-bit inputs
             # Two products of bfloat16, where rows are few, leave in the bits of both.
-            return cls(wide, wide, 2**-14 if half else 0.0, products=2**-18 if dtype == torch.bfloat16 else 0.0)
+            return cls(wide, wide, 2**-14 if half else 0.0, p, products=2**-18 if dtype == torch.bfloat16 else 0.0)
         # tanh in one instruction has 11 bits.
-        return cls(wide, torch.float16 if half and backend != "triton" else wide)
+        return cls(wide, torch.float16 if half and backend != "triton" else wide, probabilities=p)
 
 
 class CheckedCall(NamedTuple):
@@ -240,10 +242,10 @@ class CallSlice(NamedTuple):
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
         if self.precision.probabilities is not None:
-            eight = torch.finfo(self.precision.probabilities)
+            narrow = torch.finfo(self.precision.probabilities)
             top_p = torch.nn.functional.pad(p, (0, 1)).amax(-1, keepdim=True)
-            smallest_step = top_p * eight.smallest_normal * eight.eps / 2**P_BITS
-            p_rounded = p_rounded + torch.where(p > 0, (p**2 * eight.eps**2 + smallest_step**2) / eps**2, 0)
+            smallest_step = top_p * narrow.smallest_normal * narrow.eps / (2**P_BITS if narrow.bits == 8 else 1)
+            p_rounded = p_rounded + torch.where(p > 0, (p**2 * narrow.eps**2 + smallest_step**2) / eps**2, 0)
         p_term = p**2 * ((eps / 2 * score_term.sqrt()).clamp(max=BEYOND).expm1() / (eps / 2)) ** 2
         # Keys that are alike have scores that are rounded alike.
         of_p = 1 + more_k / fine + torch.where(lse.abs() < far, lse**2 + top**2, 0)
@@ -267,7 +269,8 @@ class CallSlice(NamedTuple):
             if isinstance(call.score, ShiftedScore) and call.score.captured():
                 before_term = p_term * before**2 + p**2 * dp_term
                 of_row = p * row_term.sqrt()  # an error in delta, which is common to a row's keys
-                terms = p * before, before_term, of_row, of_functions
+                of_sums = (2 * torch.finfo(sums).eps / eps) ** 2
+                terms = p * before, before_term, of_row, of_functions, of_sums
                 for name, rows in call.score.squares(*terms, score.detach(), self.indices()).items():
                     squares[name] = exact[name].double() ** 2 + rows
             ds = p * before * slope
@@ -451,12 +454,12 @@ class ShiftedScore(scores.Score):
         return captured(getattr(self.score, "fn", None))
 
     def squares(
-        self, gradient: Tensor, gradient_term: Tensor, of_rows: Tensor, of_functions: float, score: Tensor,
-        at: tuple[Tensor, ...],
+        self, gradient: Tensor, gradient_term: Tensor, of_rows: Tensor, of_functions: float, of_sums: float,
+        score: Tensor, at: tuple[Tensor, ...],
     ) -> dict[str, Tensor]:  # fmt: skip
         """The roundings of what is added up for captured tensors, squared: those of the gradient and of
-        d modified / d tensor, and what a row's keys have in common, of_rows (d modified / d tensor), added up by rows
-        first."""
+        d modified / d tensor, what a row's keys have in common, of_rows (d modified / d tensor), added up by rows
+        first, and of_sums for each of an element's n partial sums."""
         leaves, held = self.captured(), self.score.tensors
         at = (at[0] + self.b, at[1] + self.h, *at[2:])
 
@@ -469,6 +472,14 @@ class ShiftedScore(scores.Score):
         for x, more in zip(total, added(gradient**2, partial(derivative_term, of_functions)), strict=True):
             if x is not None and more is not None:
                 x += more
+        summands = (
+            added(torch.ones_like(gradient), lambda x: torch.as_tensor(x) != 0),
+            added(gradient),
+            added(gradient**2, lambda x: x * x),
+        )
+        for x, n, whole, apart in zip(total, *summands, strict=True):
+            if x is not None and n is not None and whole is not None and apart is not None:
+                x += of_sums * n * (whole**2 + apart)
         signs = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):  # rows of random signs add up as their squares do
             sign = 2 * torch.randint(0, 2, (*score.shape[:3], 1), generator=signs).to(score) - 1
