@@ -30,7 +30,7 @@ demo: .venv/demo.stamp  ## train a small byte-level model, saccade beside SDPA, 
 
 test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
 	$(BIN)/python -m pytest -q -n logical $(TEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests/interpreter $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests $(TEST_ARGS)
 
 test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ## tiny models of transformers 4 and 5
 	for version in 4 5; do \

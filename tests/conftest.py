@@ -19,6 +19,21 @@ import torch
 
 from saccade.backends.cpu import thread_pool, tiled
 from saccade.util import hardware
+from tests.support.devices import DEVICES, EMULATES, INTERPRETED, Device, on
+
+if INTERPRETED:
+    from tests.support.interpreter import (  # noqa: F401
+        addresses_are_inside,
+        interpreter_spares_work,
+        triton_takes_cpu_tensors,
+    )
+
+# What needs the emulator, and folders that run no kernels under their own names.
+EMULATED = ("emulator", *(f"backends/{x}.py" for x in ("device/test_recorded_calls", "hopper/test_arrivals",
+            "hopper/test_kernels")))  # fmt: skip
+NOT_INTERPRETED = ("benchmarks", "cli", "compat", "distributed", "gate", "integrations", "project", "random_calls",
+                   "testing", "upstream", "util")  # fmt: skip
+collect_ignore = [*(() if EMULATES else EMULATED), *(NOT_INTERPRETED if INTERPRETED else ())]
 
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
@@ -90,8 +105,16 @@ def processor(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=on(*DEVICES).args[1])
 def device(request):
+    """A `Device`: the CPU, Triton's interpreter where TRITON_INTERPRET=1, the emulator, and with `-m gpu` a GPU."""
+    with request.param.running():
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_device(request):
+    """PyTorch's word for it, for tests that leave the backend to the dispatch."""
     return request.param
 
 
@@ -237,21 +260,35 @@ SHARE = 8
 
 def pytest_collection_modifyitems(config, items):
     """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all
-    with --everything, on a GPU, or where a test is named."""
-    if config.getoption("--everything") or any("::" in arg for arg in config.args):
-        return
+    with --everything, on a GPU, or where a test is named. Where TRITON_INTERPRET=1, what runs in the interpreter."""
+    left_out = set()
+    if INTERPRETED:
+        left_out = {item for item in items if _device(item) is None and "triton" not in item.path.parts}
+    if not config.getoption("--everything") and not any("::" in arg for arg in config.args):
+        left_out |= _left_out_of_samples(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out_of_samples(items):
+    """Devices have samples of their own, in which values need not be that the CPU has."""
     tests, left_out = defaultdict(list), set()
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("gpu"):
-            tests[item.location[0], item.originalname].append(item)
-    for cases in tests.values():
+            tests[item.location[0], item.originalname, _device(item)].append(item)
+    for (_, _, device), cases in tests.items():
         seen, kept = set(), 0
         for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
-            values = set(enumerate(item.callspec._idlist))
-            if values <= seen and kept * SHARE >= len(cases):
+            values = set() if device in ("interpreter", "emulator") else set(enumerate(item.callspec._idlist))
+            if kept * SHARE >= len(cases) and values <= seen:
                 left_out.add(item)
             else:
                 seen |= values
                 kept += 1
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    return left_out
+
+
+def _device(item):
+    """The name of a test's `device`."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params["device"].name if isinstance(params.get("device"), Device) else None

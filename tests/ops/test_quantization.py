@@ -67,7 +67,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
 @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_numbers_and_factors(given, per, dtype, device):
+def test_numbers_and_factors(given, per, dtype, torch_device):
     used = [130, 0]
     operands = (
         numbers(2, 6, 150, 24, dtype=given),
@@ -77,9 +77,9 @@ def test_numbers_and_factors(given, per, dtype, device):
     operands[0][0, 3, 140] = 1e4  # not in use
     operands[1][0, 1, 128, 5] = torch.nan
     operands[2][0, 0, 3, 1] = torch.inf
-    lengths = torch.tensor(used, device=device)
+    lengths = torch.tensor(used, device=torch_device)
     layout = Dense(seqused_q=lengths, seqused_k=lengths)
-    made = quantize(*(x.to(device) for x in operands), per=per, dtype=dtype, layout=layout)
+    made = quantize(*(x.to(torch_device) for x in operands), per=per, dtype=dtype, layout=layout)
     for name, x in zip("qkv", operands, strict=True):
         codes, factors = by_hand(x, 2, used, per, dtype)
         found = getattr(made, name)
@@ -89,15 +89,17 @@ def test_numbers_and_factors(given, per, dtype, device):
 
 
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
-def test_packed_sequences(per, device):
+def test_packed_sequences(per, torch_device):
     """Blocks count from the first row of each sequence; rows of none are zero, and count for nothing."""
     offsets, used = [0, 140, 140, 141, 300], [140, 0, 0, 150]
     x = numbers(310, 4, 16)
     x[305] = 1e6
     x[140] = 1e6  # not in use
-    starts = torch.tensor(offsets, dtype=torch.int32, device=device)
-    layout = Packed(starts, seqused_q=torch.tensor(used, device=device), seqused_k=torch.tensor(used, device=device))
-    made = quantize(x.to(device), x[:, :2].to(device), x[:, 2:].to(device), per=per, layout=layout)
+    starts = torch.tensor(offsets, dtype=torch.int32, device=torch_device)
+    layout = Packed(
+        starts, seqused_q=torch.tensor(used, device=torch_device), seqused_k=torch.tensor(used, device=torch_device)
+    )
+    made = quantize(x.to(torch_device), x[:, :2].to(torch_device), x[:, 2:].to(torch_device), per=per, layout=layout)
     padded = torch.zeros(4, 4, 160, 16)
     for i, n in enumerate(used):
         padded[i, :, :n] = x[offsets[i] : offsets[i] + n].transpose(0, 1)
@@ -114,8 +116,8 @@ def test_packed_sequences(per, device):
 
 @pytest.mark.parametrize("smooth_k", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
-def test_rows_of_no_sequence(per, smooth_k, device):
-    none, rows = torch.zeros(1, dtype=torch.int32, device=device), torch.randn(300, 2, 16, device=device)
+def test_rows_of_no_sequence(per, smooth_k, torch_device):
+    none, rows = torch.zeros(1, dtype=torch.int32, device=torch_device), torch.randn(300, 2, 16, device=torch_device)
     used = none[:0]
     for layout in (Packed(none, none), Packed(none, none, seqused_q=used, seqused_k=used)):
         made = quantize(rows, rows, rows, per=per, smooth_k=smooth_k, layout=layout)
@@ -199,9 +201,9 @@ def hadamard(d: int) -> Tensor:
 
 
 @pytest.mark.parametrize("d", [64, 96, 20, 7])
-def test_rotation(d, device):
+def test_rotation(d, torch_device):
     q, k, v = torch.randn(1, 4, 40, d), torch.randn(1, 2, 40, d), torch.randn(1, 2, 40, d)
-    made = quantize(q.to(device), k.to(device), v.to(device), rotate=True)
+    made = quantize(q.to(torch_device), k.to(torch_device), v.to(torch_device), rotate=True)
     for name, x in (("q", q), ("k", k)):
         wanted = x.double() @ hadamard(d)
         factor = getattr(made.descale, name).cpu().double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
@@ -212,26 +214,26 @@ def test_rotation(d, device):
     assert (d % 2 == 1) == torch.equal(hadamard(d), torch.eye(d, dtype=torch.float64))
 
 
-def test_rotation_and_infinities(device):
+def test_rotation_and_infinities(torch_device):
     """One NaN or infinity makes its row NaN, and no other."""
-    q = torch.randn(1, 2, 30, 48, device=device)
+    q = torch.randn(1, 2, 30, 48, device=torch_device)
     q[0, 0, 3, 40], q[0, 1, 9, 0] = torch.inf, torch.nan
     made = quantize(q, q, q, rotate=True).q.float()
-    wanted = torch.zeros(1, 2, 30, 48, dtype=torch.bool, device=device)
+    wanted = torch.zeros(1, 2, 30, 48, dtype=torch.bool, device=torch_device)
     wanted[0, 0, 3] = wanted[0, 1, 9] = True
     assert torch.equal(made.isnan(), wanted)
 
 
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
-def test_smoothing(per, rotate, device):
+def test_smoothing(per, rotate, torch_device):
     """Softmax does not see it; lse + shift is the LSE of the keys."""
     shared = 6 * torch.randn(2, 2, 1, 32)
     q, k, v = torch.randn(2, 4, 150, 32), torch.randn(2, 2, 150, 32) + shared, torch.randn(2, 2, 150, 32)
     wanted = attention(q.double(), k.double(), v.double(), mask=causal(), return_lse=True)
     errors = {}
     for smooth_k in (False, True):
-        made = quantize(*(x.to(device) for x in (q, k, v)), per=per, smooth_k=smooth_k, rotate=rotate)
+        made = quantize(*(x.to(torch_device) for x in (q, k, v)), per=per, smooth_k=smooth_k, rotate=rotate)
         values = dequantized(made)
         found = attention(*(x.cpu().double() for x in values), mask=causal(), return_lse=True)
         lse = found.lse if made.shift is None else found.lse + made.shift.cpu() * 32**-0.5
@@ -289,14 +291,14 @@ def dequantized(made, group: int = 2) -> list[Tensor]:
     return values
 
 
-def test_smoothing_of_packed_sequences(device):
+def test_smoothing_of_packed_sequences(torch_device):
     """Each by its own mean, of the rows in use; those not in use have no shift."""
     offsets, used = torch.tensor([0, 70, 70, 130]), torch.tensor([60, 0, 60])
     q, k = torch.randn(140, 4, 16), torch.randn(140, 2, 16) + 5
     k[60:70] = 1e5
     k[3, 1, 7] = torch.inf  # a number that is none does not count
-    layout = Packed(offsets.to(device), seqused_q=used.to(device), seqused_k=used.to(device))
-    made = quantize(q.to(device), k.to(device), k.to(device), smooth_k=True, layout=layout)
+    layout = Packed(offsets.to(torch_device), seqused_q=used.to(torch_device), seqused_k=used.to(torch_device))
+    made = quantize(q.to(torch_device), k.to(torch_device), k.to(torch_device), smooth_k=True, layout=layout)
     wanted = torch.zeros(4, 140)
     for start, n in ((0, 60), (70, 60)):
         rows = k[start : start + n].double()
@@ -313,8 +315,8 @@ def test_smoothing_of_packed_sequences(device):
         assert ((found - centred)[good].abs() <= (centred.abs() * 2**-4 * 1.001 + factor * 2**-9)[good]).all()
 
 
-def test_keys_alone(device):
-    k, v = numbers(1, 2, 140, 16).to(device), numbers(1, 2, 140, 16).to(device)
+def test_keys_alone(torch_device):
+    k, v = numbers(1, 2, 140, 16).to(torch_device), numbers(1, 2, 140, 16).to(torch_device)
     whole, alone = quantize(k, k, v, per="block"), quantize(None, k, v, per="block")
     assert alone.q is alone.shift is alone.descale.q is None
     for name in "kv":
@@ -322,10 +324,10 @@ def test_keys_alone(device):
         assert torch.equal(getattr(whole.descale, name), getattr(alone.descale, name))
 
 
-def test_extremes(device):
+def test_extremes(torch_device):
     """Zeros, numbers whose factor would be subnormal, and the largest ones."""
     for size in (0.0, 1e-44, 1e-40, 1e-36, 3e38):
-        x = torch.full((1, 1, 3, 8), size, device=device)
+        x = torch.full((1, 1, 3, 8), size, device=torch_device)
         x[..., 0] = -size
         made = quantize(x, x, x)
         factor = float(made.descale.k)
@@ -334,9 +336,9 @@ def test_extremes(device):
         assert ((made.k.double() * factor - x.double()).abs() <= size * 2**-4 + factor * 2**-10).all()
 
 
-def test_memory_order_and_strides(device):
+def test_memory_order_and_strides(torch_device):
     """Bytes lie as the operands do; any strides are read."""
-    x = numbers(2, 130, 3, 40).to(device)
+    x = numbers(2, 130, 3, 40).to(torch_device)
     q = x.transpose(1, 2)  # (b, h, s, d)
     made = quantize(q, q, q[..., ::2], per="block")
     assert made.q.transpose(1, 2).is_contiguous()
@@ -438,10 +440,10 @@ def test_broken_offsets(offsets):
         quantize(x, x, x, layout=ranges)
 
 
-def test_a_sequence_longer_than_its_bound(device):
+def test_a_sequence_longer_than_its_bound(torch_device):
     """Bytes without a factor are NaN."""
-    x = torch.randn(300, 2, 16, device=device)
-    layout = Packed(torch.tensor([0, 300], device=device), max_seqlen_q=130, max_seqlen_k=130)
+    x = torch.randn(300, 2, 16, device=torch_device)
+    layout = Packed(torch.tensor([0, 300], device=torch_device), max_seqlen_q=130, max_seqlen_k=130)
     made = quantize(x, x, x, per="block", layout=layout)
     assert made.descale.k.shape == (1, 2, 2)
     assert made.k[:256].float().isfinite().all()

@@ -98,18 +98,20 @@ def test_sequences_end_to_end():
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["batch", "end to end"])
-def test_a_cache(flat, device):
+def test_a_cache(flat, torch_device):
     """Two prompts, then single tokens."""
-    layer, x = made(device=device), tokens(2, 9, device=device)
-    caches = [torch.zeros(8, 4, layer.num_key_heads, layer.head_dim, device=device, dtype=x.dtype) for _ in range(2)]
-    table = torch.tensor([[1, 3, 5], [2, 4, 7]], device=device, dtype=torch.int32)
+    layer, x = made(device=torch_device), tokens(2, 9, device=torch_device)
+    caches = [
+        torch.zeros(8, 4, layer.num_key_heads, layer.head_dim, device=torch_device, dtype=x.dtype) for _ in range(2)
+    ]
+    table = torch.tensor([[1, 3, 5], [2, 4, 7]], device=torch_device, dtype=torch.int32)
     parts = []
     with torch.no_grad():
         for start, stop in ((0, 6), (6, 7), (7, 9)):
-            used = torch.full((2,), start, device=device, dtype=torch.int32)
+            used = torch.full((2,), start, device=torch_device, dtype=torch.int32)
             new = x[:, start:stop]
             if flat:
-                offsets = torch.arange(3, device=device, dtype=torch.int32) * (stop - start)
+                offsets = torch.arange(3, device=torch_device, dtype=torch.int32) * (stop - start)
                 out = layer(new.flatten(0, 1), layout=Paged(table, used, offsets), cache=tuple(caches))
                 parts.append(out.unflatten(0, (2, -1)))
             else:

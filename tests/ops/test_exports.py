@@ -177,12 +177,12 @@ def torch_loads_a_package(path):
     return subprocess.run([sys.executable, "-c", load, path], capture_output=True, check=False).returncode == 0
 
 
-def test_loaded_by_another_process(device, tmp_path):
+def test_loaded_by_another_process(torch_device, tmp_path):
     """It knows the functions of masks and scores, which it has never seen, by what a program carries: one that is
     saved, and one that AOTInductor compiles."""
-    model, calls = Model().to(device), []
+    model, calls = Model().to(torch_device), []
     for b, s, w in ((3, 5, 6), (4, 6, 9)):
-        inputs = [x.to(device) for x in (*pages(b, s, w)[:5], offsets(b, b * s))]
+        inputs = [x.to(torch_device) for x in (*pages(b, s, w)[:5], offsets(b, b * s))]
         given = [x.clone() for x in inputs]
         with torch.no_grad():
             calls.append((inputs, [*model(*given), *given]))
@@ -192,7 +192,7 @@ def test_loaded_by_another_process(device, tmp_path):
     paths = [str(tmp_path / "saved.pt2")]
     torch.export.save(program, paths[0])
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")):
-        if device == "cpu" or torch_loads_a_package(tmp_path / "sdpa.pt2"):
+        if torch_device == "cpu" or torch_loads_a_package(tmp_path / "sdpa.pt2"):
             paths.append(torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2")))
     torch.save(calls, tmp_path / "calls")
     command = [sys.executable, "-c", LOAD, tmp_path / "calls", *paths]

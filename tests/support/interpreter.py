@@ -1,11 +1,9 @@
-"""The Triton kernels under Triton's interpreter, on CPU tensors. `make test` runs this folder in a process of its own,
-with TRITON_INTERPRET=1, which Triton reads when it is imported; without it there is nothing to collect here."""
+"""The Triton kernels under Triton's interpreter, on CPU tensors: fixtures of every test where TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["*"]
-
 
 @pytest.fixture(autouse=True, scope="session")
-def _sparing() -> Iterator[None]:
+def interpreter_spares_work() -> Iterator[None]:
     """The interpreter without most of its work, which changes nothing: it rebinds the names of triton.language in
     every call of a device function, where once in a launch does; it computes for every sum and product of integers
     whether it overflows, and then asserts that only in its debug mode; and it makes types and shapes anew for each
@@ -96,7 +92,7 @@ def shaped_once(init: Any) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _inside() -> Iterator[None]:
+def addresses_are_inside() -> Iterator[None]:
     with addresses_checked():
         yield
 
@@ -151,7 +147,7 @@ def addresses_checked() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets the backend take CPU tensors, which only the interpreter can read."""
     from saccade.backends import triton
     from saccade.ops import dispatch

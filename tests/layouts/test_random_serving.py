@@ -248,11 +248,11 @@ def path(parents: list[int], i: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_serving(device: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("torch_device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_serving(torch_device: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)  # which decides on a GPU
     monkeypatch.setattr(shared_pages, "LEAST_KEYS", 0)
-    server = Server(seed, device)
+    server = Server(seed, torch_device)
     for i in range(1000 if request.config.getoption("--everything") else 60):
         error = server.step()
         assert error <= 1, f"step {i}: {error} of the tolerance"

@@ -52,9 +52,9 @@ def test_every_cpu(name, processor, lse_gradient):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("seed", range(60))
-def test_draw(seed, device):
-    dtype = None if device == "cpu" else ("fp16", "bf16", "fp32")[seed % 3]
-    checked(draws.dense(seed, dtype), device, lse_gradient=seed % 2 == 0)
+def test_draw(seed, torch_device):
+    dtype = None if torch_device == "cpu" else ("fp16", "bf16", "fp32")[seed % 3]
+    checked(draws.dense(seed, dtype), torch_device, lse_gradient=seed % 2 == 0)
 
 
 @st.composite

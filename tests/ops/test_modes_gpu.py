@@ -141,7 +141,7 @@ def test_the_first_call_is_captured(case: Case) -> None:
 FRESH = """
 import sys, torch
 from saccade.testing import check
-from tests.test_modes_gpu import CASES, in_graph
+from tests.ops.test_modes_gpu import CASES, in_graph
 case = CASES[{name!r}]
 given = case.inputs("cuda")
 check(given.q, given.k, given.v, function=in_graph, backward=False, **given.keywords).assert_ok()
