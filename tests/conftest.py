@@ -255,32 +255,33 @@ def pytest_addoption(parser):
     parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")
 
 
-SHARE = 8
+SHARE, DEVICE_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
     """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all
-    with --everything, on a GPU, or where a test is named. Where TRITON_INTERPRET=1, what runs in the interpreter."""
+    with --everything, on a GPU, or where a test is named. In the interpreter and in the emulator, of each test with a
+    `device` one case in forty; with --everything as many as of a sample. Where TRITON_INTERPRET=1, nothing else runs."""
     left_out = set()
     if INTERPRETED:
         left_out = {item for item in items if _device(item) is None and "triton" not in item.path.parts}
-    if not config.getoption("--everything") and not any("::" in arg for arg in config.args):
-        left_out |= _left_out_of_samples(items)
+    if not any("::" in arg for arg in config.args):
+        left_out |= _left_out_of_samples(items, config.getoption("--everything"))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def _left_out_of_samples(items):
-    """Devices have samples of their own, in which values need not be that the CPU has."""
+def _left_out_of_samples(items, everything):
     tests, left_out = defaultdict(list), set()
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("gpu"):
-            tests[item.location[0], item.originalname, _device(item)].append(item)
-    for (_, _, device), cases in tests.items():
-        seen, kept = set(), 0
+        slow = _device(item) in ("interpreter", "emulator")
+        if slow or (item.get_closest_marker("sample") and not item.get_closest_marker("gpu") and not everything):
+            tests[item.location[0], item.originalname, _device(item), slow and not everything].append(item)
+    for (*_, few), cases in tests.items():
+        seen, kept, share = set(), 0, DEVICE_SHARE if few else SHARE
         for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
-            values = set() if device in ("interpreter", "emulator") else set(enumerate(item.callspec._idlist))
-            if kept * SHARE >= len(cases) and values <= seen:
+            values = set() if few else set(enumerate(item.callspec._idlist))
+            if kept * share >= len(cases) and values <= seen:
                 left_out.add(item)
             else:
                 seen |= values

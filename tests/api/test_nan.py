@@ -10,34 +10,47 @@ import sys
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, attention, causal, merge, softcap, window
+from saccade import Dense, Packed, Paged, Unsupported, attention, causal, merge, softcap, window
+from tests.support.devices import CPU, EMULATOR, GLUON, INTERPRETER, TRITON, every_head_dim, on
 from tests.support.non_finite import (
     BREAKS,
     CALLS,
     HEAD,
     ROW,
+    TABLES,
     assert_endless_sink,
+    assert_near,
     assert_same_kind,
     endless_key,
     nan_row,
     operands,
     results,
+    table_results,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 PADDED = {"padded": {"layout": Dense("bhsd", torch.tensor([8]), torch.tensor([10]))}}
 
 
+SIZES = {"cpu": ((9, 12),), "interpreter": ((9, 12), (40, 300)), "emulator": ((9, 12), (70, 300))}
+"""Few rows, and many tiles, of which those in the mask's core take no select: on a GPU, 150 rows and 700 keys."""
+
+
+@every_head_dim()
 @pytest.mark.parametrize("name", [*CALLS, *PADDED])
 @pytest.mark.parametrize("fill", BREAKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows(dtype, fill, name):
-    given, keywords = operands(dtype), (CALLS | PADDED)[name]
-    BREAKS[fill](*given)
-    found, exact = results(given, **keywords)
-    for x, y in zip(found, exact, strict=True):
-        assert_same_kind(x, y)
-    assert_same_kind(attention(*given, **keywords), exact[0])
+def test_rows(fill, name, device):
+    keywords = {"backend": device.backend, **(CALLS | PADDED)[name]}
+    if name == "padded":
+        keywords["layout"] = Dense("bhsd", *(torch.tensor([n], device=device.type) for n in (8, 10)))
+    for rows, keys in SIZES.get(device.name, ((9, 12), (150, 700))):
+        for dtype in device.dtypes:
+            given = operands(dtype, device.type, rows, keys, device.d)
+            BREAKS[fill](*given)
+            found, exact = results(given, **keywords)
+            for x, y in zip(found, exact, strict=True):
+                assert_same_kind(x, y)
+            assert_same_kind(attention(*given, **device.moved(keywords)), exact[0])
 
 
 @pytest.mark.parametrize("instructions", ["default", "avx2"])
@@ -88,23 +101,29 @@ def test_lengths(dtype, keys, rows):
         assert_same_kind(attention(*given, **CALLS[call]), exact[0])
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "sink"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients(dtype, name):
+@every_head_dim()
+@pytest.mark.parametrize("name", ["plain", "causal", "softcap", "score", "sink"])
+def test_gradients(name, device):
     """NaN in those of the row and of the keys that it sees, and in no other head's."""
-    grads = []
-    for made in (dtype, torch.float64):
-        q, k, v = operands(dtype)
-        q[0, HEAD, ROW] = torch.nan
-        leaves = [x.to(made).requires_grad_() for x in (q, k, v)]
-        options = {"backend": "reference"} if grads else {}
-        out = attention(*leaves, **CALLS[name], **options)
-        grads.append(torch.autograd.grad(out.sum(), leaves))
-    assert_same_kind(grads[0][0], grads[1][0])
-    seen = slice(0, ROW + 12 - 9 + 1) if name == "causal" else slice(None)
-    for x in grads[0][1:]:
-        assert bool(x[:, 0, seen].isnan().all())
-        assert bool(x[:, 1].isfinite().all())
+    rows, keys = (40, 40) if device.type == "cuda" else (9, 12)
+    for dtype in device.dtypes:
+        grads = []
+        for backend, made in ((device.backend, dtype), ("reference", torch.float64)):
+            q, k, v = operands(dtype, device.type, rows, keys, device.d)
+            q[0, HEAD, ROW] = torch.nan
+            leaves = [x.to(made).requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, backend=backend, **device.moved(CALLS[name]))
+            grads.append(torch.autograd.grad(out.sum(), leaves))
+        dq, *others = grads[0]
+        assert_same_kind(dq, grads[1][0])
+        nan = torch.zeros(4, rows, dtype=torch.bool, device=device.type)
+        nan[HEAD, ROW] = True
+        assert torch.equal(dq[0].isnan().all(-1), nan)
+        assert torch.equal(dq[0].isnan().any(-1), nan)
+        seen = slice(0, ROW + keys - rows + 1) if name == "causal" else slice(None)
+        for x in others:
+            assert bool(x[:, 0, seen].isnan().all())
+            assert bool(x[:, 1].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,29 +134,49 @@ def test_a_sink_of_nan(dtype):
         assert_same_kind(x, y)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_sink_without_end(dtype, backend):
+@pytest.mark.parametrize("where", ["dense", "packed", "paged"])
+def test_a_sink_without_end(where, device):
+    for backend in {device.backend, "reference"} if device.name == "cpu" else {device.backend}:
+        for dtype in device.dtypes:
+            ENDLESS[where](device, dtype, backend)
+
+
+def dense_sinks_without_end(device, dtype, backend):
+    padded = Dense("bhsd", *(torch.tensor([n], device=device.type) for n in (8, 10)))
     for fill in (None, nan_row, endless_key):
-        for keywords in ({}, {"mask": window(2, 1)}, {"score_mod": softcap(3.0), "layout": PADDED["padded"]["layout"]}):
-            given = operands(dtype)
+        for keywords in ({}, {"mask": window(2, 1)}, {"score_mod": softcap(3.0), "layout": padded}):
+            given = operands(dtype, device.type, d=device.d)
             if fill is not None:
                 fill(*given)
             assert_endless_sink(given, backend, fill is None, **keywords)
-    assert_endless_sink(operands(dtype, rows=14, keys=3), backend, mask=causal())  # rows that see no key
-    assert_endless_sink(operands(dtype, keys=0), backend)
+    assert_endless_sink(operands(dtype, device.type, 14, 3, device.d), backend, mask=causal())  # rows that see no key
+    assert_endless_sink(operands(dtype, device.type, keys=0, d=device.d), backend)
+    given, sink = operands(dtype, device.type, d=device.d), torch.full((4,), math.inf, device=device.type)
+    found = attention(*given, sink=sink, return_max_scores=True, backend=backend)
+    assert not found.out.any()
+    assert found.max_scores.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_sink_without_end_of_other_layouts(backend):
-    q, k, v = (x[0].transpose(0, 1) for x in operands(torch.float32, rows=12))
-    assert_endless_sink([q, k, v], backend, layout=Packed(torch.tensor([0, 5, 5, 11])))
-    pages = Paged(torch.tensor([[1, 0], [2, 0]]), torch.tensor([7, 3]))
-    for shared in (0, 1):
-        table = Paged(torch.tensor([[1, 0], [1, 2]]), torch.tensor([7, 6]), shared_pages=shared)
-        cache = torch.randn(2, 3, 4, 2, 8)
-        for layout in (pages, table):
-            assert_endless_sink([torch.randn(2, 2, 4, 8), *cache], backend, False, layout=layout)
+def packed_sinks_without_end(device, dtype, backend):
+    q, k, v = (x[0].transpose(0, 1) for x in operands(dtype, device.type, rows=12, d=device.d))
+    layout = Packed(torch.tensor([0, 5, 5, 11], device=device.type))
+    assert_endless_sink([q, k, v], backend, layout=layout)
+
+
+def paged_sinks_without_end(device, dtype, backend):
+    cache = device.randn(2, 5, 16, 2, device.d, dtype=dtype)
+    table = torch.tensor([[1, 0, 3], [1, 2, 4]], device=device.type, dtype=torch.int32)
+    used = torch.tensor([45, 20], device=device.type, dtype=torch.int32)
+    many = device.backend == "gluon"  # which takes no few rows
+    for options in [{}] if many else [{"num_splits": 1}, {"num_splits": 3}, {"shared_pages": 1}]:
+        for rows in (1200 if device.type == "cuda" else 40,) if many else (1, 3):
+            layout = Paged(table, used, **options)
+            assert_endless_sink(
+                [device.randn(2, rows, 4, device.d, dtype=dtype), *cache], backend, False, layout=layout
+            )
+
+
+ENDLESS = {"dense": dense_sinks_without_end, "packed": packed_sinks_without_end, "paged": paged_sinks_without_end}
 
 
 def test_merged_with_a_sink_without_end():
@@ -169,30 +208,66 @@ def test_dropout(dtype):
     assert bool(lse.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_packed_sequences(dtype):
+def test_packed_sequences(device):
     """No further than its own sequence."""
-    torch.manual_seed(0)
-    ends = torch.tensor([0, 4, 6, 20], dtype=torch.int32)
-    q, k, v = (torch.randn(20, h, 8).to(dtype) for h in (4, 2, 2))
-    k[5] = torch.nan
-    out, lse = attention(q, k, v, layout=Packed(ends, ends, 14, 14), return_lse=True)
-    assert torch.equal(out.isnan().all(-1), (torch.arange(20)[:, None] // 2 == 2).expand(20, 4))
-    assert torch.equal(lse.isnan(), (torch.arange(20) // 2 == 2).expand(4, 20))
-    assert bool((out.isnan().any(-1) == out.isnan().all(-1)).all())
+    for dtype in device.dtypes:
+        torch.manual_seed(0)
+        ends = torch.tensor([0, 4, 6, 20], dtype=torch.int32, device=device.type)
+        q, k, v = (device.randn(20, h, device.d, dtype=dtype) for h in (4, 2, 2))
+        k[5] = torch.nan
+        layout = Packed(ends, ends, 14, 14)
+        out, lse = attention(q, k, v, layout=layout, return_lse=True, backend=device.backend)
+        broken = torch.arange(20, device=device.type) // 2 == 2
+        assert torch.equal(out.isnan().all(-1), broken[:, None].expand(20, 4))
+        assert torch.equal(lse.isnan(), broken.expand(4, 20))
+        assert bool((out.isnan().any(-1) == out.isnan().all(-1)).all())
 
 
+@on(CPU, INTERPRETER, TRITON)
+@pytest.mark.parametrize("rows", [1, 3, 1200])
 @pytest.mark.parametrize("splits", [None, 1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_paged_caches(dtype, splits):
-    torch.manual_seed(0)
-    q, (k, v) = torch.randn(2, 3, 4, 8).to(dtype), torch.randn(2, 6, 4, 2, 8).to(dtype)
-    k[4, 1] = torch.nan
-    layout = Paged(torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.tensor([11, 9]), num_splits=splits)
-    out, lse, top = attention(q, k, v, layout=layout, return_lse=True, return_max_scores=True)
-    for x in (out, lse, top):
-        assert bool(x[1].isnan().all())
-        assert bool(x[0].isfinite().all())
+def test_paged_caches(splits, rows, device):
+    assert_paged_caches(device, rows if device.type == "cuda" else min(rows, 40), num_splits=splits)
+
+
+@on(CPU, INTERPRETER, EMULATOR, GLUON, TRITON)
+def test_many_rows_over_pages(device):
+    assert_paged_caches(device, 1200 if device.type == "cuda" else 40)
+
+
+def assert_paged_caches(device, rows, **options):
+    size = 128 if device.backend == "gluon" or device.type == "cuda" else 16
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], device=device.type, dtype=torch.int32)
+    used = torch.tensor([3 * size - 14, 2 * size + 44 * size // 128], device=device.type, dtype=torch.int32)
+    layout = Paged(table, used, **options)
+    for dtype in device.dtypes:
+        torch.manual_seed(0)
+        q, (k, v) = device.randn(2, rows, 4, device.d, dtype=dtype), device.randn(2, 6, size, 2, device.d, dtype=dtype)
+        k[4, 1] = torch.nan
+        given = {"layout": layout, "return_lse": True, "return_max_scores": True, "backend": device.backend}
+        for x in attention(q, k, v, **given):
+            assert bool(x[1].isnan().all())
+            assert bool(x[0].isfinite().all())
+
+
+@on(EMULATOR, GLUON)
+def test_hopper_takes_many_rows_over_pages(device):
+    q, cache = device.randn(2, 1, 4, 64), device.randn(6, 128, 2, 64)
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]], device=device.type, dtype=torch.int32)
+    layout = Paged(table, torch.tensor([370, 300], device=device.type, dtype=torch.int32))
+    with pytest.raises(Unsupported, match="takes many query rows"):
+        attention(q, cache, cache, layout=layout, return_max_scores=True, backend=device.backend)
+
+
+@pytest.mark.parametrize("rows", [90, 300])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("table", TABLES)
+def test_rows_beyond_the_end_reach_no_gradient(table, deterministic, rows, device):
+    """What only they would read of a captured tensor is NaN."""
+    given = operands(device.dtypes[0], device.type, rows if device.type == "cuda" else 90, 90, device.d)
+    found = table_results(table, given, device.backend, deterministic=deterministic)
+    exact = table_results(table, [x.cpu().float() for x in given], "reference")
+    assert_near(found, exact)
 
 
 def test_merge():

@@ -1,4 +1,6 @@
-"""The largest score of each row: an output of the forward in every layout, through the operator, with no gradient."""
+"""The largest score of each row: an output of the forward in every layout, through the operator, with no gradient.
+
+What a row's maximum is in their registers, each backend's kernels have in a way of their own."""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from saccade import (
 from saccade.testing import paged
 from saccade.testing.accuracy import check
 from saccade.testing.cases import NAMED, Case
+from tests.support.devices import CPU, INTERPRETER, TRITON, Device, every_head_dim, on
 
 
 def plan(*call: Any, **keywords: Any) -> Any:
@@ -48,6 +51,59 @@ def test_named_case(i: int) -> None:
     check(given.q, given.k, given.v, return_max_scores=True, **gradients, **given.keywords).assert_ok()
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": "causal", "sink": True},
+    "window": {"mask": "window(70,9)"},
+    "softcap": {"mask": "causal", "score": "softcap(5)", "sink": True},
+    "linear": {"mask": "causal", "score": "alibi"},
+    "table": {"score": "relative_bias(90)", "sink": True},
+    "padded": {"b": 4, "mask": "causal", "used": "qk", "order": "bshd", "sink": True},
+    "no-keys": {"s_k": 0, "sink": True},
+    "packed": {"b": 5, "order": "thd", "mask": "causal", "sink": True, "used": "k", "tail": 90},
+}
+ONCE: dict[str, dict[str, Any]] = {
+    "unequal": {"mask": "window(90,0)", "dropout_p": 0.3},
+    "documents": {"mask": "documents&causal", "ids": "scattered"},
+    "heads-together": {"s_q": 5, "mask": "causal"},
+}
+
+
+@every_head_dim()
+@pytest.mark.parametrize("i", range(len(FEATURES)), ids=FEATURES)
+def test_features(i: int, device: Device) -> None:
+    """A forward alone, as its gradients are those of any other call."""
+    verify(device, device.case(i, **[*FEATURES.values()][i]))
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_features_of_some_sizes(name: str, device: Device) -> None:
+    sizes = {
+        "unequal": {"d": 3 * device.d, "d_v": 2 * device.d},
+        "documents": {"s_q": device.s_k},
+        "heads-together": {"h_q": 8 * device.h_k},
+    }
+    verify(device, device.case(**ONCE[name], **sizes[name]))
+
+
+def verify(device: Device, case: Case) -> None:
+    given = case.inputs(device.type)
+    keywords = given.keywords | {"backend": device.backend, "return_max_scores": True}
+    check(given.q, given.k, given.v, backward=False, **keywords).assert_ok()
+
+
+@on(CPU, INTERPRETER, TRITON)
+@pytest.mark.parametrize("splits", [0, 1, 7])
+@pytest.mark.parametrize("lengths", [(), (1, 60, 0, 7)], ids=["batch", "end-to-end"])
+def test_pages(lengths: tuple[int, ...], splits: int, device: Device) -> None:
+    """The merge of parts takes the largest; some sequences have fewer parts than others; the first one has the sink."""
+    small = {"h_q": 3, "h_k": 1, "s_k": 99, "d": 16, "d_v": 8, "mask": "window(40,0)"}
+    large = {"h_q": 32, "h_k": 8, "s_k": 2300, "d": 128, "mask": "window(900,0)"}
+    case = device.case(b=4, s_q=1, sink=True, order="paged", lengths=lengths, splits=splits,
+                       tail=3 if lengths else 0, **(large if device.type == "cuda" else small))  # fmt: skip
+    verify(device, case)
+
+
 def operands(requires_grad: bool = False) -> list[torch.Tensor]:
     return [torch.randn(2, h, s, 16, requires_grad=requires_grad) for h, s in ((4, 20), (2, 30), (2, 30))]
 
@@ -69,8 +125,32 @@ def test_what_is_returned() -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("scale", [0.7, -0.7])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_units_and_what_counts(cap: float | None, scale: float, device: Device) -> None:
+    """Natural units, after the modification; a negative scale; rows that see nothing; a NaN that is seen, or is not."""
+    q, k, v = device.operands(torch.float16 if device.type == "cuda" else None, b=2)
+    last, heads = device.s_k - 1, device.h_q
+    mask = mask_mod(lambda b, h, q_idx, kv_idx: (q_idx != 3) & ((kv_idx != last) | (q_idx == 4)))
+    options = {"scale": scale, "mask": mask, "score_mod": cap and softcap(cap)}
+    options |= {"sink": torch.full((heads,), 9.0, device=device.type), "return_max_scores": True}
+    check(q, k, v, backward=False, backend=device.backend, **options).assert_ok()
+    k[1, 0, last] = torch.nan
+    found = attention(q, k, v, return_lse=True, backend=device.backend, **options)
+    wanted = attention(q, k, v, return_lse=True, backend="reference", **options)
+    if q.dtype == torch.float32:
+        torch.testing.assert_close(tuple(found), tuple(wanted), equal_nan=True)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.isinf(), other.isinf())
+    group, top = heads // device.h_k, found.max_scores
+    assert top[:, :, 3].isneginf().all()
+    assert top[1, :group, 4].isnan().all()
+    assert int(top.isfinite().sum()) == 2 * heads * (device.s_q - 1) - group
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_units_and_what_counts(backend: str) -> None:
+def test_by_the_formula(backend: str) -> None:
     """Natural units, after the modification; a negative scale; rows that see nothing; a NaN that is seen, or is not."""
     q, k, v = operands()
     k[1, 1, 29] = torch.nan
@@ -156,3 +236,22 @@ def test_largest_over_sequences_and_heads() -> None:
         for rows in (slice(0, 3), slice(3, 20))
     ]  # fmt: skip
     torch.testing.assert_close(top, torch.cat(parts, dim=1))
+
+
+@pytest.mark.gpu
+def test_with_and_without_alternate_in_graphs(backend: str) -> None:
+    """Launches are kept apart, and what they give repeats, in a graph too."""
+    q, k, v = (torch.randn(2, h, 500, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    options = {"mask": causal(), "backend": backend}
+    first = attention(q, k, v, return_max_scores=True, return_lse=True, **options)
+    for _ in range(3):
+        assert isinstance(attention(q, k, v, **options), torch.Tensor)
+        again = attention(q, k, v, return_max_scores=True, return_lse=True, **options)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(q, k, v, return_max_scores=True, return_lse=True, **options)
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(first, captured, strict=True))
