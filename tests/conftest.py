@@ -252,16 +252,25 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")
+    parser.addoption("--everything", action="store_true", help="all cases, where a sample runs by default")
+    parser.addoption("--tenth", metavar="SEED", help="a tenth of the files, drawn by this seed")
+
+
+def pytest_ignore_collect(collection_path, config):
+    seed = config.getoption("--tenth")
+    if seed and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        name = f"{seed} {collection_path.relative_to(config.rootpath)}"
+        return hashlib.sha256(name.encode()).digest()[0] % 10 > 0 or None
+    return None
 
 
 SHARE, DEVICE_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all
-    with --everything, on a GPU, or where a test is named. In the interpreter and in the emulator, of each test with a
-    `device` one case in forty; with --everything as many as of a sample. Where TRITON_INTERPRET=1, nothing else runs."""
+    """Of each test one case in eight, the same ones in each run, and each value of each parameter; in the interpreter
+    and in the emulator, of each test with a `device` one case in forty. All with --everything, but for these, of which
+    a sample runs then as well; all on a GPU, or where a test is named. Where TRITON_INTERPRET=1, nothing else runs."""
     left_out = set()
     if INTERPRETED:
         left_out = {item for item in items if _device(item) is None and "triton" not in item.path.parts}
@@ -275,7 +284,7 @@ def _left_out_of_samples(items, everything):
     tests, left_out = defaultdict(list), set()
     for item in items:
         slow = _device(item) in ("interpreter", "emulator")
-        if slow or (item.get_closest_marker("sample") and not item.get_closest_marker("gpu") and not everything):
+        if hasattr(item, "callspec") and not item.get_closest_marker("gpu") and (slow or not everything):
             tests[item.location[0], item.originalname, _device(item), slow and not everything].append(item)
     for (*_, few), cases in tests.items():
         seen, kept, share = set(), 0, DEVICE_SHARE if few else SHARE

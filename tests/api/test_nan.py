@@ -250,7 +250,7 @@ def assert_paged_caches(device, rows, **options):
             assert bool(x[0].isfinite().all())
 
 
-@on(EMULATOR, GLUON)
+@on(GLUON)
 def test_hopper_takes_many_rows_over_pages(device):
     q, cache = device.randn(2, 1, 4, 64), device.randn(6, 128, 2, 64)
     table = torch.tensor([[0, 1, 2], [3, 4, 5]], device=device.type, dtype=torch.int32)
