@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 import hypothesis
@@ -29,6 +30,7 @@ if INTERPRETED:
     )
 
 # What needs the emulator, and folders that run no kernels under their own names.
+TESTS = Path(__file__).parent
 EMULATED = ("emulator", *(f"backends/{x}.py" for x in ("device/test_recorded_calls", "hopper/test_arrivals",
             "hopper/test_kernels")))  # fmt: skip
 NOT_INTERPRETED = ("benchmarks", "cli", "compat", "distributed", "gate", "integrations", "project", "random_calls",
@@ -252,7 +254,8 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="all cases, where a sample runs by default")
+    parser.addoption("--all", action="store_true", help="all cases, but of matrices a sample")
+    parser.addoption("--everything", action="store_true", help="all cases")
     parser.addoption("--tenth", metavar="SEED", help="a tenth of the files, drawn by this seed")
 
 
@@ -264,30 +267,36 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-SHARE, DEVICE_SHARE = 8, 40
+SHARE, SLOW_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test one case in eight, the same ones in each run, and each value of each parameter; in the interpreter
-    and in the emulator, of each test with a `device` one case in forty. All with --everything, but for these, of which
-    a sample runs then as well; all on a GPU, or where a test is named. Where TRITON_INTERPRET=1, nothing else runs."""
+    """Of each test one case in eight, the same ones in each run, and each value of each parameter; of each test in the
+    interpreter and in the emulator one case in forty. With --all such samples are of matrices alone, which are the
+    tests marked `sample`, and in the interpreter and in the emulator those with a `device`: all of their cases run on
+    the CPU with --everything. On a GPU, and of a test that is named, all run. Where TRITON_INTERPRET=1, what the
+    interpreter runs."""
     left_out = set()
     if INTERPRETED:
-        left_out = {item for item in items if _device(item) is None and "triton" not in item.path.parts}
+        left_out = {item for item in items if _device(item) != "interpreter"}
     if not any("::" in arg for arg in config.args):
-        left_out |= _left_out_of_samples(items, config.getoption("--everything"))
+        level = "everything" if config.getoption("--everything") else "all" if config.getoption("--all") else ""
+        left_out |= _left_out_of_samples(items, level)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def _left_out_of_samples(items, everything):
+def _left_out_of_samples(items, level):
     tests, left_out = defaultdict(list), set()
     for item in items:
-        slow = _device(item) in ("interpreter", "emulator")
-        if hasattr(item, "callspec") and not item.get_closest_marker("gpu") and (slow or not everything):
-            tests[item.location[0], item.originalname, _device(item), slow and not everything].append(item)
+        device = _device(item)
+        slow = device in ("interpreter", "emulator")
+        matrix = slow and "device" in item.fixturenames
+        matrix |= level != "everything" and (not level or item.get_closest_marker("sample") is not None)
+        if matrix and device != "cuda" and hasattr(item, "callspec"):
+            tests[item.location[0], item.originalname, device, slow and not level].append(item)
     for (*_, few), cases in tests.items():
-        seen, kept, share = set(), 0, DEVICE_SHARE if few else SHARE
+        seen, kept, share = set(), 0, SLOW_SHARE if few else SHARE
         for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
             values = set() if few else set(enumerate(item.callspec._idlist))
             if kept * share >= len(cases) and values <= seen:
@@ -299,6 +308,12 @@ def _left_out_of_samples(items, everything):
 
 
 def _device(item):
-    """The name of a test's `device`."""
+    """The name of a test's `device`, and where what only one backend has runs."""
+    if item.get_closest_marker("gpu"):
+        return "cuda"
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return params["device"].name if isinstance(params.get("device"), Device) else None
+    if isinstance(params.get("device"), Device):
+        return params["device"].name
+    if "triton" in item.path.parts:
+        return "interpreter"
+    return "emulator" if any(item.path.is_relative_to(TESTS / x) for x in EMULATED) else "cpu"
