@@ -276,9 +276,7 @@ def pytest_collection_modifyitems(config, items):
     tests marked `sample`, and in the interpreter and in the emulator those with a `device`: all of their cases run on
     the CPU with --everything. On a GPU, and of a test that is named, all run. Where TRITON_INTERPRET=1, what the
     interpreter runs."""
-    left_out = set()
-    if INTERPRETED:
-        left_out = {item for item in items if _device(item) != "interpreter"}
+    left_out = {item for item in items if (_device(item) == "interpreter") != INTERPRETED}
     if not any("::" in arg for arg in config.args):
         level = "everything" if config.getoption("--everything") else "all" if config.getoption("--all") else ""
         left_out |= _left_out_of_samples(items, level)

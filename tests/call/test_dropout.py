@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from saccade import attention, causal, explain, merge
 from saccade.call.dropout import Dropout
+from saccade.testing.accuracy import check
+from saccade.testing.cases import NAMED
+from tests.support.devices import CPU, GLUON, TRITON, Device, every_head_dim, on
 
 STANDARD_ERRORS = 5
 """How far a mean may lie from what is expected: once in two million draws it does by chance."""
@@ -89,6 +92,55 @@ def test_forward_and_backward_drop_the_same(backend, p):
     torch.testing.assert_close(out, torch.where(kept, plain / (1 - p), 0))
     (dv,) = torch.autograd.grad(out, v, dout)
     torch.testing.assert_close(dv, out.mT.unflatten(1, (2, 2)).sum(2))
+
+
+FEATURES = [
+    {"mask": "causal", "dropout_p": 0.1},
+    {"sink": True, "dropout_p": 0.5},
+    {"mask": "window(200,0)", "dropout_p": 0.1, "used": "k"},
+    {"score": "relative_bias(20)", "dropout_p": 0.3},
+    {"mask": "causal", "score": "temperature", "dropout_p": 0.2},
+    {"h_q": 16, "h_k": 1, "s_q": 3, "mask": "causal", "dropout_p": 0.2},
+]
+
+
+@every_head_dim()
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", FEATURES, ids=lambda x: "-".join(map(str, x.values())))
+def test_against_the_oracle(features: dict, deterministic: bool, device: Device) -> None:
+    verify(device.case(**features), deterministic, device)
+
+
+@on(CPU, GLUON, TRITON)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["dropout", "dropout-wide", "dropout-everything"])
+def test_named_case(name: str, deterministic: bool, device: Device) -> None:
+    verify(NAMED[name], deterministic, device)
+
+
+def verify(case, deterministic: bool, device: Device) -> None:
+    given = case.inputs(device.type, requires_grad=True)
+    keywords = {"backend": device.backend, "deterministic": deterministic, **given.keywords}
+    check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, **keywords).assert_ok()
+
+
+@every_head_dim()
+@pytest.mark.parametrize("mask", [None, causal()], ids=["full", "causal"])
+def test_bits(mask, device: Device) -> None:
+    """v = identity makes out the probabilities; dout = identity makes dv those of the backward, transposed."""
+    s = max(device.d, 60)
+    q, k, _ = device.operands(b=2, h_q=3, h_k=3, s_q=s, s_k=s)
+    v = torch.eye(s, device=device.type, dtype=q.dtype).expand(2, 3, s, s).clone().requires_grad_()
+    torch.manual_seed(3)
+    out = attention(q, k, v, mask=mask, dropout_p=0.4, backend=device.backend)
+    torch.manual_seed(3)
+    dropout = Dropout.draw(0.4, q.device)
+    at = (torch.arange(n, device=device.type) for n in (2, 3))
+    kept = dropout.keep(*at, slice(0, s), slice(0, s))
+    seen = attention(q, k, v, mask=mask, backend=device.backend) != 0
+    assert torch.equal(out != 0, kept & seen)
+    (dv,) = torch.autograd.grad(out, v, v.detach())
+    assert torch.equal(dv.mT != 0, kept & seen)
 
 
 def test_the_lse_is_of_all_keys():
@@ -187,3 +239,43 @@ def test_p_is_below_one(p):
 def test_explain_says_it():
     text = str(explain(*torch.randn(3, 1, 2, 20, 8), dropout_p=0.1))
     assert text.startswith("fp32 d8 dense dropout")
+
+
+@pytest.mark.gpu
+def test_replays_draw_anew(backend: str) -> None:
+    """Each replay of a graph drops others, forward and backward the same ones."""
+    # Every probability is 1/128 and each kept one counts twice: sums that bfloat16 holds exactly.
+    q, k, v = (torch.zeros(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    v = torch.ones_like(v).requires_grad_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out = attention(q, k, v, dropout_p=0.5, backend=backend)
+        return out, torch.autograd.grad(out, v, torch.ones_like(out))[0]
+
+    step()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, dv = step()
+    found = []
+    for _ in range(3):
+        graph.replay()
+        # With ones all around, both sums are those of the kept probabilities.
+        assert torch.equal(out.float().sum((2, 3)), dv.float().sum((2, 3)))
+        found.append(out.clone())
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+@pytest.mark.gpu
+def test_another_p_never_compiles(backend: str, forward_kernel) -> None:
+    q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    attention(q, k, v, dropout_p=0.3, backend=backend)
+    cache = forward_kernel(backend).device_caches[0][0]
+    before = len(cache)
+    for p in (0.5, 0.1, 1e-9, 0.75, 1 - 1e-9):
+        attention(q.clone()[:, :, : int(100 * p) + 5], k, v, dropout_p=p, backend=backend)
+    assert len(cache) == before

@@ -30,6 +30,7 @@ from saccade import (
 from saccade.call import Call
 from saccade.ops import shared_pages
 from saccade.testing import check
+from tests.support.devices import CPU, INTERPRETER, Device, on
 
 H_Q, H_K, D, SIZE, SHARED = 4, 2, 16, 16, 4
 PREFIX = SHARED * SIZE
@@ -76,26 +77,37 @@ SCORES: dict[str, Any] = {
 
 
 @pytest.mark.sample
+@on(CPU, INTERPRETER)
 @pytest.mark.parametrize("s_q", [1, 5])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_is_the_plain_call(lengths: str, mask: str, s_q: int) -> None:
-    """Every score function, with and without a sink, bfloat16 and float64 in turns."""
+def test_is_the_plain_call(lengths: str, mask: str, s_q: int, device: Device) -> None:
+    """Every score function, with and without a sink, bfloat16 and float64 in turns; one of them in the interpreter,
+    whose tiles have rows of all sequences as rows of one, with an end and a place for each."""
+    first = ([*MASKS].index(mask) + s_q) % len(SCORES)
     for i, (name, score) in enumerate(SCORES.items()):
-        dtype = (torch.bfloat16, torch.float32, torch.float64)[i % 3]
+        if device.name == "interpreter" and i != first:
+            continue
+        dtype = (torch.bfloat16, torch.float32, torch.float64)[i % 3] if device.name == "cpu" else torch.float16
         k, v, table = cache(dtype)
         q = torch.randn(B, s_q, H_Q, D).to(dtype)
         layout = Paged(table, torch.tensor(LENGTHS[lengths]), shared_pages=SHARED)
-        keywords = {"mask": MASKS[mask](s_q), "score_mod": score(), "sink": torch.randn(H_Q) if i % 2 else None}
-        report = check(q, k, v, layout=layout, return_max_scores=True, **keywords)
+        keywords = {"mask": MASKS[mask](s_q), "score_mod": score(), "layout": layout, "backend": device.backend}
+        told = str(explain(q, k, v, **keywords).shared)
+        assert ("reads the first 4 pages once" in told) != ("by batch row" in (mask, name)), told
+        sink = torch.randn(H_Q) if i % 2 else None
+        report = check(q, k, v, sink=sink, return_max_scores=True, **keywords)
         assert report.ratio <= 1, f"{name}: {report}"
 
 
 @pytest.mark.sample
+@on(CPU, INTERPRETER)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("rows", [(1, 1, 1), (1, 40, 0), (0, 3, 70)])
-def test_queries_end_to_end(rows: tuple[int, ...], lengths: str) -> None:
+def test_queries_end_to_end(rows: tuple[int, ...], lengths: str, device: Device) -> None:
     """Decoding beside chunks of prompts, and rows after the last sequence."""
+    if device.name == "interpreter":
+        rows = tuple(min(n, 4) for n in rows)
     t = sum(rows)
     offsets = torch.tensor([0, *rows]).cumsum(0).int()
     masks = [mask(1) for name, mask in MASKS.items() if name != "interval of rows"]
@@ -104,8 +116,10 @@ def test_queries_end_to_end(rows: tuple[int, ...], lengths: str) -> None:
     q = torch.randn(t + 5, H_Q, D)
     q[t:] = torch.nan
     layout = Paged(table, torch.tensor(LENGTHS[lengths]), offsets, shared_pages=SHARED)
-    for mask, score in zip(masks, [*SCORES.values()] * 3, strict=False):
-        check(q, k, v, layout=layout, mask=mask, score_mod=score(), return_max_scores=True).assert_ok()
+    keywords: dict[str, Any] = {"layout": layout, "return_max_scores": True, "backend": device.backend}
+    some = slice(None) if device.name == "cpu" else slice(t % 6, None, 6)
+    for mask, score in [*zip(masks, [*SCORES.values()] * 3, strict=False)][some]:
+        check(q, k, v, mask=mask, score_mod=score(), **keywords).assert_ok()
 
 
 def at(offset: Any, k_offset: Any = None, rows: tuple[int, ...] | None = None) -> Paged:
@@ -386,3 +400,106 @@ def test_wrong_ones_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_pages, name, WRONG[name])
     without = {"mask": None} if name == "_before" else {}
     assert run(**without).ratio > 1
+
+
+@pytest.fixture
+def whatever_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)
+    monkeypatch.setattr(shared_pages, "LEAST_KEYS", 0)
+    monkeypatch.setattr(shared_pages, "MOST_ROWS", 1 << 30)
+
+
+# On a GPU, caches of a server's size
+SERVED_H_Q, SERVED_H_K, SERVED_D = 16, 4, 128
+
+
+def served_cache(b: int, shared: int, own: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Caches and a table whose rows begin with the same pages."""
+    pages = shared + b * own
+    order = torch.randperm(pages, device="cuda")
+    table = torch.cat([order[:shared].expand(b, -1), order[shared:].view(b, own)], 1).int()
+    k, v = torch.randn(2, pages, size, SERVED_H_K, SERVED_D, device="cuda").to(dtype)
+    return k, v, table
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("whatever_it_saves")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("s_q", [1, 4, 64, 300])
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_is_the_plain_call_of_a_server(size: int, s_q: int, dtype: torch.dtype, backend: str) -> None:
+    b, shared, own = 5, 1024 // size, 512 // size
+    k, v, table = served_cache(b, shared, own, size, dtype)
+    q = torch.randn(b, s_q, SERVED_H_Q, SERVED_D, device="cuda").to(dtype)
+    starts = torch.tensor([[0], [700], [1030], [9], [1]], device="cuda")
+    masks = [
+        None, causal(), window(800, 0), prefix(torch.tensor([3, 1100, 0, 9, 1], device="cuda")),
+        causal() & interval(starts, None), causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 0),
+    ]  # fmt: skip
+    scores = [None, softcap(20.0), alibi(torch.rand(SERVED_H_Q, device="cuda")), None, None, None]
+    for lengths in ([1500, 1025, 1024, 1400, 1536], [1536, 700, 0, 1024, 3]):
+        layout = Paged(table, torch.tensor(lengths, device="cuda"), shared_pages=shared)
+        for mask, score in zip(masks, scores, strict=True):
+            sink = torch.randn(SERVED_H_Q, device="cuda")
+            keywords: dict[str, Any] = {"mask": mask, "score_mod": score, "sink": sink, "layout": layout}
+            report = check(q, k, v, backend=backend, return_max_scores=True, **keywords)
+            assert report.ratio <= 1, f"{lengths} {mask}\n{report}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("whatever_it_saves")
+@pytest.mark.parametrize("rows", [(1, 1, 1, 1, 1), (1, 400, 0, 1, 64)])
+def test_queries_of_a_server_end_to_end(rows: tuple[int, ...]) -> None:
+    k, v, table = served_cache(5, 64, 32, 16, torch.bfloat16)
+    offsets = torch.tensor([0, *rows], device="cuda").cumsum(0).int()
+    q = torch.randn(sum(rows) + 7, SERVED_H_Q, SERVED_D, device="cuda").bfloat16()
+    q[sum(rows) :] = torch.nan
+    lengths = torch.tensor([1500, 1424, 1024, 30, 1100], device="cuda")
+    layout = Paged(table, lengths, offsets, shared_pages=64)
+    for mask in (causal(), window(500, 0), prefix(9)):
+        for score in (None, alibi(torch.rand(SERVED_H_Q, device="cuda"))):
+            check(q, k, v, layout=layout, mask=mask, score_mod=score).assert_ok()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("whatever_it_saves")
+def test_descale_of_a_server() -> None:
+    k, v, table = served_cache(4, 64, 32, 16, torch.float32)
+    k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    q = torch.randn(4, 1, SERVED_H_Q, SERVED_D, device="cuda").bfloat16()
+    layout = Paged(table, torch.tensor([1500, 1030, 1024, 40], device="cuda"), shared_pages=64)
+    blocks = (torch.rand(1, SERVED_H_K, 12, device="cuda") + 0.5).expand(4, SERVED_H_K, 12)
+    for factor in (0.5, torch.rand(SERVED_H_K, device="cuda") + 0.5, blocks):
+        keywords: dict[str, Any] = {"layout": layout, "mask": causal(), "descale": Descale(k=factor, v=factor)}
+        if explain(q, k, v, **keywords).backend is not None:
+            check(q, k, v, **keywords).assert_ok()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("whatever_it_saves")
+@pytest.mark.parametrize("s_q", [1, 8])
+def test_a_graph_is_replayed_with_other_lengths(s_q: int, captured: Any) -> None:
+    """Nothing waits for the host, and lengths and tables are read in each replay."""
+    b, shared, size = 6, 32, 16
+    k, v, table = served_cache(b, shared, 32, size, torch.bfloat16)
+    q, used = (
+        torch.randn(b, s_q, SERVED_H_Q, SERVED_D, device="cuda").bfloat16(),
+        torch.full((b,), 600, device="cuda"),
+    )
+
+    layout = Paged(table, used, shared_pages=shared)
+
+    def call() -> Partial:
+        return attention(q, k, v, mask=causal(), layout=layout, return_lse=True)
+
+    graph, (out, lse) = captured(call)
+
+    def replayed(*given: Tensor, return_lse: bool = False, **keywords: Any) -> Tensor | Partial:
+        graph.replay()
+        return Partial(out.clone(), lse.clone()) if return_lse else out.clone()
+
+    for lengths in ([600, 513, 512, 700, 0, 40], [900, 901, 902, 903, 904, 905]):
+        used.copy_(torch.tensor(lengths))
+        table[:, shared:] = table[:, shared:].roll(1, 0)
+        check(q, k, v, mask=causal(), layout=layout, function=replayed).assert_ok()

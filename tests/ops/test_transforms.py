@@ -17,6 +17,7 @@ from saccade import (
     Paged,
     ScoreMod,
     Unsupported,
+    alibi,
     append_kv,
     attention,
     bias,
@@ -31,6 +32,7 @@ from saccade import (
 from saccade.backends.cpu import tiled
 from saccade.compat.sdpa import scaled_dot_product_attention
 from saccade.compat.torch_varlen import varlen_attn
+from tests.support.devices import Device
 
 SHAPES = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2)
 REFUSED = pytest.raises(Unsupported, match=re.escape('pass backend="reference"'))
@@ -426,3 +428,58 @@ def test_vmap_of_vjp():
     weights = torch.randn(5, *out.shape, dtype=out.dtype)
     for x, *wanted in zip(vmap(pull)(weights), *map(pull, weights), strict=True):
         torch.testing.assert_close(x, torch.stack(wanted))
+
+
+BATCHED = {
+    "causal": {"mask": causal()},
+    "softcap": {"score_mod": softcap(5.0)},
+    "alibi": {},
+    "predicate": {"mask": mask_mod(lambda b, h, i, j: (i - j) % 3 != 1)},
+    "of b": {"mask": mask_mod(lambda b, h, i, j: (i - j) % 3 != b)},
+}
+
+
+def batch(device: Device, *examples: int) -> list[Tensor]:
+    s = 130 if device.type == "cuda" else 20
+    return [device.randn(*examples, 2, h, s, device.d) for h in (device.h_q, device.h_k, device.h_k)]
+
+
+def keywords(name: str, device: Device) -> dict:
+    found = {**BATCHED[name], "backend": device.backend}
+    if name == "alibi":
+        found["score_mod"] = alibi(torch.tensor([0.5, 0.25, 0.1, 0.05][: device.h_q], device=device.type))
+    return found
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients_are_a_loop(name: str, device: Device) -> None:
+    """As those of one call after the other."""
+    options = keywords(name, device)
+    leaves = [x.requires_grad_() for x in batch(device)]
+    out = attention(*leaves, **options)
+    weights = torch.randn(3, *out.shape, device=out.device, dtype=out.dtype)
+    batched = torch.autograd.grad(out, leaves, weights, is_grads_batched=True, retain_graph=True)
+    loop = [torch.autograd.grad(out, leaves, w, retain_graph=True) for w in weights]
+    for x, *wanted in zip(batched, *loop, strict=True):
+        torch.testing.assert_close(x, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_vmap_is_a_loop(name: str, device: Device) -> None:
+    options, (q, k, v) = keywords(name, device), batch(device, 3)
+
+    def call(q, k, v):
+        return attention(q, k, v, **options)
+
+    def gradients(q, k, v):
+        return grad(lambda *x: call(*x).float().square().sum(), (0, 1, 2))(q, k, v)
+
+    loop = [(call(*x), *gradients(*x)) for x in zip(q, k, v, strict=True)]
+    for x, *wanted in zip((vmap(call)(q, k, v), *vmap(gradients)(q, k, v)), *loop, strict=True):
+        torch.testing.assert_close(x, torch.stack(wanted))
+
+
+def test_forward_mode_needs_the_reference(device: Device) -> None:
+    q, k, v = batch(device)
+    with pytest.raises(Unsupported, match=re.escape('pass backend="reference"')):
+        jvp(lambda q: attention(q, k, v, backend=device.backend), (q,), (q,))

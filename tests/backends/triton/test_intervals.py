@@ -1,11 +1,11 @@
-"""Intervals that tensors hold: the table that leads from keys to rows, and the portable kernels that read it."""
+"""Intervals that tensors hold: the table that leads from keys to rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, causal, interval, mask_mod
+from saccade import Dense, Packed, alibi, interval
 from saccade.backends.device import block_lists
 from saccade.call import Call
 from saccade.masks import TILE
@@ -90,45 +90,6 @@ def test_visits_of_packed_sequences(seed):
         first = int(ends_k[i]) // TILE + i
         for entry, tiles in zip(table[first:], tiles_of_rows(start[own], stop[own], rows, keys), strict=False):
             verify(entry, *tiles)
-
-
-MASKS = {
-    "rows": lambda b, s_q, s_k: interval(*bounds((b, s_q), s_k)),
-    "batch rows": lambda b, s_q, s_k: interval(*bounds((b, 1), s_k)),
-    "stops": lambda b, s_q, s_k: interval(None, bounds((1, s_q), s_k)[1]),
-    "numbers": lambda b, s_q, s_k: interval(7, 60) & causal(),
-    "padded": lambda b, s_q, s_k: interval(bounds((b, 1), s_k)[0], None) & causal(),
-    "complement": lambda b, s_q, s_k: ~interval(*bounds((b, s_q), s_k)),
-    "predicate": lambda b, s_q, s_k: interval(*bounds((b, s_q), s_k)) & mask_mod(lambda b, h, i, j: (i + j) % 3 > 0),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_dense(name):
-    b, s_q, s_k = 2, 90, 110
-    q, k, v = torch.randn(b, H_Q, s_q, D), *torch.randn(2, b, H_K, s_k, D)
-    check(q, k, v, mask=MASKS[name](b, s_q, s_k), dlse=torch.randn(b, H_Q, s_q), backend="triton").assert_ok()
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["sequences", "rows"])
-def test_packed(flat):
-    offsets = torch.tensor([0, 40, 40, 77]), torch.tensor([0, 70, 75, 130])
-    q, k, v = torch.randn(80, H_Q, D), *torch.randn(2, 131, H_K, D)
-    mask = interval(*bounds((80,) if flat else (3, 1), 60))
-    check(q, k, v, mask=mask, layout=Packed(*offsets, 40, 70), backend="triton").assert_ok()
-
-
-@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
-def test_paged(end_to_end):
-    cache = torch.randn(2, 12, 16, H_K, D).unbind()
-    table, used = torch.randperm(12).view(3, 4), torch.tensor([60, 7, 0])
-    if end_to_end:
-        layout, q = Paged(table, used, torch.tensor([0, 5, 6, 8])), torch.randn(9, H_Q, D)
-        mask = interval(*bounds((9,), 60))
-    else:
-        layout, q = Paged(table, used), torch.randn(3, 5, H_Q, D)
-        mask = interval(*bounds((3, 5), 60))
-    check(q, *cache, mask=mask, layout=layout, backend="triton").assert_ok()
 
 
 def test_steep_linear_scores_of_keys_far_from_the_row():
