@@ -21,7 +21,6 @@ from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
 from tests.support.non_finite import assert_endless_sink, operands
-from tests.support.scores import ARGUMENTS, MASKS, WRAPPING
 
 SAMPLE = (
     "causal", "window", "documents-scattered", "group3", "d72", "d192-128", "d256", "softcap-sink", "t5-bias",
@@ -190,18 +189,6 @@ def test_gradients_of_a_bias(name: str, d: int, monkeypatch: pytest.MonkeyPatch)
         check(
             q, k, v, backend="gluon", mask=mask, score_mod=mod, layout=layout, deterministic=name == "ordered"
         ).assert_ok()
-
-
-@pytest.mark.parametrize("name", [*MASKS, "int8 cast", "uint8", "far shifts", "hash", "round -1"])
-def test_operations(name: str) -> None:
-    """Integers wrap, and no argument is ignored."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, h, 64, 64, dtype=torch.bfloat16) for h in (2, 1, 1))
-    keywords: dict[str, Any] = (
-        {"mask": mask_mod(MASKS[name])} if name in MASKS else {"score_mod": (WRAPPING | ARGUMENTS)[name]}
-    )
-    with emulated(1):
-        check(q, k, v, backend="gluon", **keywords).assert_ok()
 
 
 @pytest.mark.parametrize("d", [64, 256])
