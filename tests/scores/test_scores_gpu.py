@@ -14,7 +14,7 @@ from saccade.call import Call
 from saccade.testing.accuracy import Report, check
 from saccade.testing.call_slice import captured
 from saccade.testing.cases import NAMED
-from tests.support.scores import NAMES, build_score, halved_from, near_or_third
+from tests.support.scores import build_score, halved_from, near_or_third
 
 pytestmark = pytest.mark.gpu
 
@@ -22,18 +22,6 @@ pytestmark = pytest.mark.gpu
 def operands(h_q: int, h_k: int, s_q: int, s_k: int, d: int) -> list[torch.Tensor]:
     shapes = (2, h_q, s_q, d), (2, h_k, s_k, d), (2, h_k, s_k, d)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_named(name: str, backend: str) -> None:
-    q, k, v = operands(4, 2, 200, 300, 64)
-    check(q, k, v, mask=causal(), score_mod=build_score(name, 4, 200, 300, "cuda"), backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("name", ["alibi", "t5_bias", "gated"])
-def test_wide_heads(name: str, backend: str) -> None:
-    q, k, v = operands(4, 4, 300, 300, 128)
-    check(q, k, v, score_mod=build_score(name, 4, 300, 300, "cuda"), backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("name", ["bias-sink", "composed"])
