@@ -17,7 +17,7 @@ RANDOM_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-transformers test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
+.PHONY: help install demo quick test test-transformers test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -28,9 +28,15 @@ install: .venv/demo.stamp .venv/dev.stamp  ## everything that the other targets 
 demo: .venv/demo.stamp  ## train a small byte-level model, saccade beside SDPA, and draw train_bytes.png
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_bytes.py $(DEMO_ARGS)
 
-test: .venv/dev.stamp .venv/triton  ## the tests that need no GPU
+# Types take about as long as these tests, each on one core. SEED repeats another day's.
+quick: .venv/dev.stamp .venv/triton lint  ## lint, types, and the tests of a tenth of the files, others each day
+	@seed=$${SEED:-$$(date +%F)}; echo "A tenth of the files of tests, drawn by SEED=$$seed"; \
+	$(BIN)/basedpyright & types=$$!; \
+	$(BIN)/python -m pytest -q -n 0 --tenth "$$seed" tests $(TEST_ARGS); tests=$$?; wait $$types && exit $$tests
+
+test: .venv/dev.stamp .venv/triton  ## all tests that need no GPU, a sample of the cases of each
 	$(BIN)/python -m pytest -q -n logical $(TEST_ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests/interpreter $(TEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n logical tests $(TEST_ARGS)
 
 test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ## tiny models of transformers 4 and 5
 	for version in 4 5; do \
@@ -42,8 +48,9 @@ test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ##
 random: .venv/dev.stamp  ## random calls of the whole API against float64 for three minutes, of a new seed
 	$(BIN)/python -m tests.random_calls --seconds 180 --seed $$(date +%s) $(RANDOM_ARGS)
 
-test-all:  ## the tests that need no GPU, and whole matrices where the others draw a sample
-	$(MAKE) test test-transformers TEST_ARGS="--everything $(TEST_ARGS)"
+# With TEST_ARGS=--everything, of matrices too.
+test-all:  ## all cases of all tests that need no GPU, but of matrices a sample
+	$(MAKE) test test-transformers TEST_ARGS="--all $(TEST_ARGS)"
 
 # Features are left to the newest, whose compiler spills most; the oldest reads those of Triton's kernels.
 gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton

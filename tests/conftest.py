@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 import hypothesis
@@ -19,6 +20,22 @@ import torch
 
 from saccade.backends.cpu import thread_pool, tiled
 from saccade.util import hardware
+from tests.support.devices import DEVICES, EMULATES, INTERPRETED, Device, on
+
+if INTERPRETED:
+    from tests.support.interpreter import (  # noqa: F401
+        addresses_are_inside,
+        interpreter_spares_work,
+        triton_takes_cpu_tensors,
+    )
+
+# What needs the emulator, and folders that run no kernels under their own names.
+TESTS = Path(__file__).parent
+EMULATED = ("emulator", *(f"backends/{x}.py" for x in ("device/test_recorded_calls", "hopper/test_arrivals",
+            "hopper/test_kernels")))  # fmt: skip
+NOT_INTERPRETED = ("benchmarks", "cli", "compat", "distributed", "gate", "integrations", "project", "random_calls",
+                   "testing", "upstream", "util")  # fmt: skip
+collect_ignore = [*(() if EMULATES else EMULATED), *(NOT_INTERPRETED if INTERPRETED else ())]
 
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
 torch.set_num_threads(1)
@@ -90,8 +107,16 @@ def processor(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=on(*DEVICES).args[1])
 def device(request):
+    """A `Device`: the CPU, Triton's interpreter where TRITON_INTERPRET=1, the emulator, and with `-m gpu` a GPU."""
+    with request.param.running():
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_device(request):
+    """PyTorch's word for it, for tests that leave the backend to the dispatch."""
     return request.param
 
 
@@ -229,29 +254,64 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--everything", action="store_true", help="whole matrices, where a sample runs by default")
+    parser.addoption("--all", action="store_true", help="all cases, but of matrices a sample")
+    parser.addoption("--everything", action="store_true", help="all cases")
+    parser.addoption("--tenth", metavar="SEED", help="a tenth of the files, drawn by this seed")
 
 
-SHARE = 8
+def pytest_ignore_collect(collection_path, config):
+    seed = config.getoption("--tenth")
+    if seed and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        name = f"{seed} {collection_path.relative_to(config.rootpath)}"
+        return hashlib.sha256(name.encode()).digest()[0] % 10 > 0 or None
+    return None
+
+
+SHARE, SLOW_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test marked `sample` one case in eight, the same ones in each run, and each value of each parameter: all
-    with --everything, on a GPU, or where a test is named."""
-    if config.getoption("--everything") or any("::" in arg for arg in config.args):
-        return
+    """Of each test one case in eight, the same ones in each run, and each value of each parameter; of each test in the
+    interpreter and in the emulator one case in forty. With --all such samples are of matrices alone, which are the
+    tests marked `sample`, and in the interpreter and in the emulator those with a `device`: all of their cases run on
+    the CPU with --everything. On a GPU, and of a test that is named, all run. Where TRITON_INTERPRET=1, what the
+    interpreter runs."""
+    left_out = {item for item in items if (_device(item) == "interpreter") != INTERPRETED}
+    if not any("::" in arg for arg in config.args):
+        level = "everything" if config.getoption("--everything") else "all" if config.getoption("--all") else ""
+        left_out |= _left_out_of_samples(items, level)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out_of_samples(items, level):
     tests, left_out = defaultdict(list), set()
     for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("gpu"):
-            tests[item.location[0], item.originalname].append(item)
-    for cases in tests.values():
-        seen, kept = set(), 0
+        device = _device(item)
+        slow = device in ("interpreter", "emulator")
+        matrix = slow and "device" in item.fixturenames
+        matrix |= level != "everything" and (not level or item.get_closest_marker("sample") is not None)
+        if matrix and device != "cuda" and hasattr(item, "callspec"):
+            tests[item.location[0], item.originalname, device, slow and not level].append(item)
+    for (*_, few), cases in tests.items():
+        seen, kept, share = set(), 0, SLOW_SHARE if few else SHARE
         for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
-            values = set(enumerate(item.callspec._idlist))
-            if values <= seen and kept * SHARE >= len(cases):
+            values = set() if few else set(enumerate(item.callspec._idlist))
+            if kept * share >= len(cases) and values <= seen:
                 left_out.add(item)
             else:
                 seen |= values
                 kept += 1
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    return left_out
+
+
+def _device(item):
+    """The name of a test's `device`, and where what only one backend has runs."""
+    if item.get_closest_marker("gpu"):
+        return "cuda"
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if isinstance(params.get("device"), Device):
+        return params["device"].name
+    if "triton" in item.path.parts:
+        return "interpreter"
+    return "emulator" if any(item.path.is_relative_to(TESTS / x) for x in EMULATED) else "cpu"

@@ -56,9 +56,9 @@ def one_after_the_other(plans, case):
 
 @pytest.mark.parametrize("rows", ["equal", 200])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_by_the_one_tolerance(device, case, rows):
-    case = case.replace(dtype="bf16" if device == "cuda" else "fp32")
-    made = case.inputs(device)
+def test_by_the_one_tolerance(torch_device, case, rows):
+    case = case.replace(dtype="bf16" if torch_device == "cuda" else "fp32")
+    made = case.inputs(torch_device)
     of = list(LENGTHS) if case.order == "thd" else (case.b, case.s_q)
     plans = [plan(of, 3, rank=i, mask=made.keywords["mask"], rows=rows) for i in range(3)]
     function = one_after_the_other(plans, case)

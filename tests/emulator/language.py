@@ -260,7 +260,7 @@ _COMMON = {
     "split": Tensor.split, "reshape": Tensor.reshape, "permute": Tensor.permute, "trans": trans, "gather": gather,
     "where": where, "maximum": _extreme(np.fmax, np.maximum), "minimum": _extreme(np.fmin, np.minimum),
     "cdiv": cdiv, "exp": _function(np.exp), "exp2": _function(np.exp2), "log": _function(np.log),
-    "log2": _function(np.log2), "sqrt": _function(np.sqrt), "rsqrt": _function(lambda x: 1 / np.sqrt(x)),
+    "log2": _function(np.log2), "sqrt": _function(np.sqrt), "sqrt_rn": _function(np.sqrt), "rsqrt": _function(lambda x: 1 / np.sqrt(x)),
     "sin": _function(np.sin), "cos": _function(np.cos), "floor": _function(np.floor), "ceil": _function(np.ceil),
     "erf": _function(_erf), "abs": abs_, "fma": fma, "div_rn": lambda x, y: tensor(x) / y, "umulhi": umulhi,
     "dot": dot, "sum": _reduction(np.add.reduce), "max": _reduction(np.fmax.reduce),

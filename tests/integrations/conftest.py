@@ -128,6 +128,12 @@ SERVED = {
 """New rows of each request, step by step."""
 
 
+@pytest.fixture
+def device(torch_device):
+    """The engines leave the backend to the dispatch."""
+    return torch_device
+
+
 @pytest.fixture(params=SERVED, ids=lambda name: name.replace(" ", "-"))
 def served(request) -> list[list[int]]:
     return SERVED[request.param]

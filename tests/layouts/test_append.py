@@ -43,20 +43,20 @@ ROTARY = {"plain": (None, False), "halves": (4, False), "interleaved": (6, True)
 
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("lengths", [None, (4, 3, 0), (0, 5, 4)], ids=str)
-def test_rows_are_where_they_belong(lengths, rotary, device):
+def test_rows_are_where_they_belong(lengths, rotary, torch_device):
     """Nothing else is touched: not the pages of others, not what is beyond the table or has no page."""
-    both = torch.randn(PAGES, SIZE, H, D + D_V, device=device)
+    both = torch.randn(PAGES, SIZE, H, D + D_V, device=torch_device)
     caches, wanted = both.split([D, D_V], dim=-1), both.clone().cpu().split([D, D_V], dim=-1)
     lengths = (4, 4, 4) if lengths is None else lengths
     offsets = torch.tensor([0, *lengths]).cumsum(0).int()
     rows = int(offsets[-1]) + 2
     packed = lengths != (4, 4, 4)
-    layout = Paged(TABLE.to(device), USED.to(device), offsets.to(device) if packed else None)
+    layout = Paged(TABLE.to(torch_device), USED.to(torch_device), offsets.to(torch_device) if packed else None)
     new = [torch.randn(rows, H, d) for d in (D, D_V)] if packed else [torch.randn(3, 4, H, d) for d in (D, D_V)]
     pairs, interleaved = ROTARY[rotary]
     angles = torch.randn(12, pairs or 1)
-    tables = None if pairs is None else (angles.cos().to(device), angles.sin().to(device))
-    append_kv(*caches, layout, *(x.to(device) for x in new), rotary=tables, interleaved=interleaved)
+    tables = None if pairs is None else (angles.cos().to(torch_device), angles.sin().to(torch_device))
+    append_kv(*caches, layout, *(x.to(torch_device) for x in new), rotary=tables, interleaved=interleaved)
     for b, n in enumerate(lengths):
         for i in range(n):
             position = int(USED[b]) + i
@@ -76,9 +76,9 @@ def test_rows_are_where_they_belong(lengths, rotary, device):
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (7, 1)], ids=str)
 @pytest.mark.parametrize("rotary", ROTARY)
-def test_slots(rotary, shape, index, device):
+def test_slots(rotary, shape, index, torch_device):
     """The caches are halves of one tensor, heads before rows, as vLLM has them."""
-    both = torch.randn(PAGES, H, SIZE, D + D_V, device=device).transpose(1, 2)
+    both = torch.randn(PAGES, H, SIZE, D + D_V, device=torch_device).transpose(1, 2)
     caches, wanted = both.split([D, D_V], dim=-1), both.clone().cpu().split([D, D_V], dim=-1)
     slots = torch.tensor([5, -1, 35, 0, 17, -1, 18], dtype=index)
     positions = torch.tensor([0, 4, 11, 3, 99, 2, 1], dtype=index)
@@ -88,7 +88,7 @@ def test_slots(rotary, shape, index, device):
     given = (
         {}
         if pairs is None
-        else {"rotary": (angles.cos().to(device), angles.sin().to(device)), "q": torch.randn(7, 3 * H, D)}
+        else {"rotary": (angles.cos().to(torch_device), angles.sin().to(torch_device)), "q": torch.randn(7, 3 * H, D)}
     )
     for cache, x, rotates in zip(wanted, new, (pairs is not None, False), strict=True):
         rows = turned_rows(x, angles, positions, interleaved) if rotates else x
@@ -98,10 +98,10 @@ def test_slots(rotary, shape, index, device):
     rotated = append_kv(
         *caches,
         None,
-        *(x.view(*shape, *x.shape[1:]).to(device) for x in new),
-        slot_mapping=slots.view(shape).to(device),
-        positions=positions.view(shape).to(device) if pairs else None,
-        **{"q": given["q"].view(*shape, 3 * H, D).to(device), "rotary": given["rotary"]} if given else {},
+        *(x.view(*shape, *x.shape[1:]).to(torch_device) for x in new),
+        slot_mapping=slots.view(shape).to(torch_device),
+        positions=positions.view(shape).to(torch_device) if pairs else None,
+        **{"q": given["q"].view(*shape, 3 * H, D).to(torch_device), "rotary": given["rotary"]} if given else {},
         interleaved=interleaved,
     )
     for found, right in zip(caches, wanted, strict=True):
@@ -113,18 +113,18 @@ def test_slots(rotary, shape, index, device):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_rotated_queries(packed, device, poison):
+def test_rotated_queries(packed, torch_device, poison):
     """By the positions of the new keys, on pages or not; rows of no sequence are zero."""
     offsets = torch.tensor([0, 4, 7, 7]).int()
     shape, lengths = ((9,), (4, 3, 0)) if packed else ((3, 3), (3, 3, 3))
     positions = torch.cat([used + torch.arange(n) for used, n in zip(USED, lengths, strict=True)])
     q = torch.randn(*shape, 6, D)
-    qkv = torch.cat([q, *(torch.randn(*shape, H, D) for _ in range(2))], dim=-2).to(device)
+    qkv = torch.cat([q, *(torch.randn(*shape, H, D) for _ in range(2))], dim=-2).to(torch_device)
     views = qkv.split([6, H, H], dim=-2)
-    caches = [torch.zeros(PAGES, SIZE, H, D, device=device) for _ in range(2)]
-    layout = Paged(TABLE.to(device), USED.to(device), offsets.to(device) if packed else None)
+    caches = [torch.zeros(PAGES, SIZE, H, D, device=torch_device) for _ in range(2)]
+    layout = Paged(TABLE.to(torch_device), USED.to(torch_device), offsets.to(torch_device) if packed else None)
     angles = torch.randn(9, 4)
-    tables = angles.cos().to(device), angles.sin().to(device)
+    tables = angles.cos().to(torch_device), angles.sin().to(torch_device)
     rotated = append_kv(*caches, layout, *views[1:], q=views[0], rotary=tables)
     assert rotated.is_contiguous()
     assert torch.equal(views[0].cpu(), q)
@@ -230,16 +230,16 @@ def codes(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("per", ["tensor", "head", "block"])
-def test_bytes_are_those_of_quantize(per, kind, dtype, device):
+def test_bytes_are_those_of_quantize(per, kind, dtype, torch_device):
     """A prompt end to end, appended with the factors that `quantize` finds; NaN, infinities and zeros of both signs."""
-    offsets = torch.tensor([0, 130, 130, 141], device=device)
-    rows = [torch.randn(141, H, d).mul(9).to(dtype).to(device) for d in (D, D_V)]
+    offsets = torch.tensor([0, 130, 130, 141], device=torch_device)
+    rows = [torch.randn(141, H, d).mul(9).to(dtype).to(torch_device) for d in (D, D_V)]
     for x in rows:
         x[3, 0, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-7])
     made = quantize(None, *rows, per=per, dtype=kind, layout=Packed(offsets))
-    table = torch.arange(3 * 36, dtype=torch.int32, device=device).view(3, 36)
-    caches = [torch.zeros(108, SIZE, H, d, device=device).to(kind) for d in (D, D_V)]
-    layout = Paged(table, torch.zeros(3, dtype=torch.int32, device=device), offsets)
+    table = torch.arange(3 * 36, dtype=torch.int32, device=torch_device).view(3, 36)
+    caches = [torch.zeros(108, SIZE, H, d, device=torch_device).to(kind) for d in (D, D_V)]
+    layout = Paged(table, torch.zeros(3, dtype=torch.int32, device=torch_device), offsets)
     append_kv(*caches, layout, *rows, descale=made.descale)
     for cache, wanted in zip(caches, made[1:3], strict=True):
         found = codes(cache).view(3, 36 * SIZE, *cache.shape[2:])
@@ -250,18 +250,18 @@ def test_bytes_are_those_of_quantize(per, kind, dtype, device):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("form", ["number", "none", "()", "(h_k,)", "(b, h_k)", "slots"])
-def test_quantized_rows(form, kind, device):
+def test_quantized_rows(form, kind, torch_device):
     """Each number is the nearest of the 8-bit type's numbers, all of them tried, times the factor; numbers beyond the
     largest become that one."""
     number, heads, both = 0.37, torch.rand(H) + 0.1, torch.rand(3, H) + 0.1
     factor = {"number": number, "none": None, "()": torch.tensor(number), "(b, h_k)": both}.get(form, heads)
     call = of_8_bits(kind, k_new=torch.randn(3, 1, H, D) * 2.0 ** torch.randint(-20, 20, (3, 1, H, D)))
     by_row = torch.ones(3, H) if factor is None else torch.as_tensor(factor).expand(3, H)
-    where = {"layout": Paged(*(x.to(device) for x in (TABLE, USED)))}
+    where = {"layout": Paged(*(x.to(torch_device) for x in (TABLE, USED)))}
     if form == "slots":
-        where = {"layout": None, "slot_mapping": torch.tensor([15, 22, 27]).view(3, 1).to(device)}
-    moved = {name: x.to(device) for name, x in call.items() if isinstance(x, Tensor)}
-    factor = factor.to(device) if isinstance(factor, Tensor) else factor
+        where = {"layout": None, "slot_mapping": torch.tensor([15, 22, 27]).view(3, 1).to(torch_device)}
+    moved = {name: x.to(torch_device) for name, x in call.items() if isinstance(x, Tensor)}
+    factor = factor.to(torch_device) if isinstance(factor, Tensor) else factor
     append_kv(**moved | where, descale=Descale(k=factor, v=factor))
     every = torch.arange(256, dtype=torch.uint8).view(kind).double()
     every = every[every.isfinite()]
@@ -291,7 +291,7 @@ def drawn_factor(dice: random.Random, b: int, h: int, blocks: int) -> Tensor | f
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_drawn_8_bit_rows(seed, device):
+def test_drawn_8_bit_rows(seed, torch_device):
     """The byte at every slot, where rows cross pages and blocks of factors, and nothing is written elsewhere."""
     dice = random.Random(seed)
     kind, dtype = dice.choice(KINDS), dice.choice([torch.float16, torch.bfloat16, torch.float32])
@@ -303,7 +303,7 @@ def test_drawn_8_bit_rows(seed, device):
     pages, blocks = b * width + 1, -(-width * size // 128)
     table = torch.randperm(pages)[: b * width].view(b, width).int()
     d, d_v = dice.choice([8, 16, 24, 64]), dice.choice([8, 40, 128])
-    both = torch.full((pages, size, h, d + d_v), 0.75).to(kind).to(device)
+    both = torch.full((pages, size, h, d + d_v), 0.75).to(kind).to(torch_device)
     if dice.random() < 0.5:  # heads before rows, as vLLM has them
         both = codes(both).transpose(1, 2).contiguous().transpose(1, 2).view(kind)
     caches = both.split([d, d_v], dim=-1)
@@ -315,11 +315,11 @@ def test_drawn_8_bit_rows(seed, device):
     factors = [drawn_factor(dice, b, h, blocks) for _ in caches]
     offsets = torch.tensor([0, *accumulate(new)], dtype=torch.int32)
     layout = Paged(
-        *(None if x is None else x.to(device) for x in (table, torch.tensor(used), offsets if packed else None))
+        *(None if x is None else x.to(torch_device) for x in (table, torch.tensor(used), offsets if packed else None))
     )
-    descale = Descale(None, *(x.to(device) if isinstance(x, Tensor) else x for x in factors))
+    descale = Descale(None, *(x.to(torch_device) if isinstance(x, Tensor) else x for x in factors))
     given = (x if packed else x.unflatten(0, (b, -1)) for x in rows)
-    append_kv(*caches, layout, *(x.to(device) for x in given), descale=descale)
+    append_kv(*caches, layout, *(x.to(torch_device) for x in given), descale=descale)
 
     whose = torch.arange(b).repeat_interleave(torch.tensor(new))
     position = torch.cat([n + torch.arange(m) for n, m in zip(used, new, strict=True)])
@@ -336,30 +336,33 @@ def test_drawn_8_bit_rows(seed, device):
         assert (found[elsewhere].float() == 0.75).all()
 
 
-def test_8_bit_keys_are_rotated_before(device):
+def test_8_bit_keys_are_rotated_before(torch_device):
     """In float32, not rounded to the rows' dtype; the queries keep theirs."""
     call = of_8_bits(dtype=torch.bfloat16)
     angles, q = torch.randn(12, 4), torch.randn(3, 1, 4, D).bfloat16()
-    tables = angles.cos().to(device), angles.sin().to(device)
+    tables = angles.cos().to(torch_device), angles.sin().to(torch_device)
     wide = given(k_new=call["k_new"].float(), v_new=call["v_new"].float())
     append_kv(**wide, rotary=(angles.cos(), angles.sin()))
-    layout = Paged(TABLE.to(device), USED.to(device))
-    moved = {name: x.to(device) for name, x in call.items() if isinstance(x, Tensor)}
-    rotated = append_kv(**moved, layout=layout, q=q.to(device), rotary=tables, descale=Descale(k=0.3))
+    layout = Paged(TABLE.to(torch_device), USED.to(torch_device))
+    moved = {name: x.to(torch_device) for name, x in call.items() if isinstance(x, Tensor)}
+    rotated = append_kv(**moved, layout=layout, q=q.to(torch_device), rotary=tables, descale=Descale(k=0.3))
     assert rotated.dtype == torch.bfloat16
     found = moved["k_cache"].cpu().float()
     assert torch.equal(found, (wide["k_cache"] / 0.3).to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_attention_to_what_was_appended(kind, device):
+def test_attention_to_what_was_appended(kind, torch_device):
     """One row after the other, with one record for both calls."""
-    caches = [torch.full((4, 8, H, 16), torch.nan, device=device).to(kind) for _ in range(2)]
-    descale = Descale(k=torch.tensor([0.02, 0.03], device=device), v=torch.tensor(0.05, device=device))
-    table, new = torch.tensor([[2, 0]], device=device).int(), torch.randn(2, 1, 11, H, 16, device=device).bfloat16()
-    q = torch.randn(1, 1, 4, 16, device=device).bfloat16()
+    caches = [torch.full((4, 8, H, 16), torch.nan, device=torch_device).to(kind) for _ in range(2)]
+    descale = Descale(k=torch.tensor([0.02, 0.03], device=torch_device), v=torch.tensor(0.05, device=torch_device))
+    table, new = (
+        torch.tensor([[2, 0]], device=torch_device).int(),
+        torch.randn(2, 1, 11, H, 16, device=torch_device).bfloat16(),
+    )
+    q = torch.randn(1, 1, 4, 16, device=torch_device).bfloat16()
     for i in range(11):
-        used = torch.tensor([i], device=device)
+        used = torch.tensor([i], device=torch_device)
         append_kv(*caches, Paged(table, used), *new[:, :, i : i + 1], descale=descale)
     out = attention(q, *caches, layout=Paged(table, used + 1), mask=causal(), descale=descale)
     wanted = attention(q.transpose(1, 2), *(x.transpose(1, 2) for x in new))
@@ -591,14 +594,16 @@ def test_quantized_rows_in_a_graph(factor, captured):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_of_float64(interleaved, device):
+def test_rotary_of_float64(interleaved, torch_device):
     """To its rounding: rows, queries and angles."""
-    caches = torch.zeros(2, PAGES, SIZE, H, D, dtype=torch.float64, device=device)
+    caches = torch.zeros(2, PAGES, SIZE, H, D, dtype=torch.float64, device=torch_device)
     new, q = torch.randn(2, 1, 3, H, D, dtype=torch.float64), torch.randn(1, 3, H, D, dtype=torch.float64)
     angles = torch.randn(12, 4, dtype=torch.float64)
-    layout = Paged(torch.tensor([[2, 1]], device=device), torch.tensor([3], device=device))
-    tables = angles.cos().to(device), angles.sin().to(device)
-    found = append_kv(*caches, layout, *new.to(device), q=q.to(device), rotary=tables, interleaved=interleaved)
+    layout = Paged(torch.tensor([[2, 1]], device=torch_device), torch.tensor([3], device=torch_device))
+    tables = angles.cos().to(torch_device), angles.sin().to(torch_device)
+    found = append_kv(
+        *caches, layout, *new.to(torch_device), q=q.to(torch_device), rotary=tables, interleaved=interleaved
+    )
     positions = torch.arange(3, 6)
     written = caches[0, [2, 1, 1], [3, 0, 1]].cpu()
     for x, y in ((written, new[0, 0]), (found[0].cpu(), q[0])):

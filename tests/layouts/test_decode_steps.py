@@ -76,17 +76,17 @@ class Step:
         return torch.stack(right).all()
 
 
-@pytest.mark.parametrize(("device", "steps"), [("cpu", 5), pytest.param("cuda", 2500, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("torch_device", "steps"), [("cpu", 5), pytest.param("cuda", 2500, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", WORLDS)
-def test_random_steps(name, device, steps):
+def test_random_steps(name, torch_device, steps):
     world = WORLDS[name]
     pages = max(world.batches) * world.width + 3
-    pool = torch.randn(2, pages, world.page_size, H_K, D, device=device).bfloat16()
+    pool = torch.randn(2, pages, world.page_size, H_K, D, device=torch_device).bfloat16()
     left, of_scores = world.left, torch.finfo(torch.float16).eps  # a GPU's tanh has so many bits
     keywords = {
         "mask": causal() if left is None else window(left, 0),
         "score_mod": None if world.cap is None else softcap(world.cap),
-        "sink": torch.randn(H_Q, device=device) if world.sink else None,
+        "sink": torch.randn(H_Q, device=torch_device) if world.sink else None,
     }
     ratios, appended = [], []
     for i in range(steps):

@@ -86,16 +86,16 @@ def test_num_splits_1_is_the_same_for_every_batch(mask, dtype, processor):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_num_splits_1_is_the_same_for_every_form_of_the_cache(dtype, device):
+def test_num_splits_1_is_the_same_for_every_form_of_the_cache(dtype, torch_device):
     """Bit for bit: pages of any size and in any memory, dense keys as one page for each sequence, and packed keys as
     pages of one row; queries as a batch and end to end."""
     b, s, h_k, d = 3, 96, 2, 64
-    k, v = torch.randn(2, b, s, h_k, d, device=device).to(dtype)
-    q = torch.randn(b, 5, 4 * h_k, d, device=device).to(dtype)
-    used, offsets = torch.tensor([96, 70, 5], device=device), torch.arange(0, 16, 5, device=device)
+    k, v = torch.randn(2, b, s, h_k, d, device=torch_device).to(dtype)
+    q = torch.randn(b, 5, 4 * h_k, d, device=torch_device).to(dtype)
+    used, offsets = torch.tensor([96, 70, 5], device=torch_device), torch.arange(0, 16, 5, device=torch_device)
     found = []
     for size in (s, 32, 8, 1):
-        pages = torch.randperm(b * s // size, device=device)
+        pages = torch.randperm(b * s // size, device=torch_device)
         for cache in ("apart", "heads", "pages"):
             x, y = (torch.empty_like(z).view(-1, size, h_k, d) for z in (k, v))
             x[pages], y[pages] = k.view_as(x), v.view_as(y)

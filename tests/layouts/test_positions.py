@@ -93,40 +93,42 @@ def there(x, device):
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize(("torch_device", "backend"), PLACES)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("given", OFFSETS)
-def test_masks(given, name, device, backend):
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    s_q, s_k = (S_Q, S_K) if device == "cpu" else (300, 700)
+def test_masks(given, name, torch_device, backend):
+    dtype = torch.float32 if torch_device == "cpu" else torch.bfloat16
+    s_q, s_k = (S_Q, S_K) if torch_device == "cpu" else (300, 700)
     shapes = (B, H_Q, s_q, 64), (B, H_K, s_k, 64), (B, H_K, s_k, 64)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    q_offset, k_offset = (there(x, device) for x in OFFSETS[given])
+    q, k, v = (torch.randn(shape, device=torch_device, dtype=dtype) for shape in shapes)
+    q_offset, k_offset = (there(x, torch_device) for x in OFFSETS[given])
     if "rows" in given and s_q != S_Q:
-        q_offset = torch.randint(-9, 700, (q_offset.shape[0], s_q), device=device)
+        q_offset = torch.randint(-9, 700, (q_offset.shape[0], s_q), device=torch_device)
     layout = Dense(q_offset=q_offset, k_offset=k_offset)
-    dlse = torch.randn(B, H_Q, s_q, device=device)
+    dlse = torch.randn(B, H_Q, s_q, device=torch_device)
     check(q, k, v, mask=MASKS[name][0], layout=layout, dlse=dlse, backend=backend).assert_ok()
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize(("torch_device", "backend"), PLACES)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("given", OFFSETS)
-def test_functions_and_dropout(given, deterministic, device, backend):
+def test_functions_and_dropout(given, deterministic, torch_device, backend):
     """Dropout draws the same numbers in forward and backward, and score functions have gradients at positions."""
-    dtype = torch.float32 if device == "cpu" else torch.float16
+    dtype = torch.float32 if torch_device == "cpu" else torch.float16
     shapes = (B, H_Q, S_Q, 64), (B, H_K, S_K, 64), (B, H_K, S_K, 64)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    table = torch.randn(H_Q, 401, device=device, requires_grad=True)
+    q, k, v = (torch.randn(shape, device=torch_device, dtype=dtype) for shape in shapes)
+    table = torch.randn(H_Q, 401, device=torch_device, requires_grad=True)
 
     def relative(score, b, h, q_idx, kv_idx):
         return score + table[h, (kv_idx - q_idx).clamp(-200, 200) + 200]
 
-    layout = Dense("bhsd", None, None, *(there(x, device) for x in OFFSETS[given]))
+    layout = Dense("bhsd", None, None, *(there(x, torch_device) for x in OFFSETS[given]))
     keywords = {"layout": layout, "deterministic": deterministic, "backend": backend}
-    check(q, k, v, score_mod=relative, dropout_p=0.3, sink=torch.randn(H_Q, device=device), **keywords).assert_ok()
-    slopes = torch.rand(H_Q, device=device)
+    check(
+        q, k, v, score_mod=relative, dropout_p=0.3, sink=torch.randn(H_Q, device=torch_device), **keywords
+    ).assert_ok()
+    slopes = torch.rand(H_Q, device=torch_device)
     check(q, k, v, mask=causal(), score_mod=alibi(slopes), **keywords).assert_ok()
 
 
@@ -138,16 +140,16 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize(("torch_device", "backend"), PLACES)
 @pytest.mark.parametrize("given", PACKED)
-def test_packed(given, device, backend):
-    like = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+def test_packed(given, torch_device, backend):
+    like = {"device": torch_device, "dtype": torch.float32 if torch_device == "cpu" else torch.bfloat16}
     q, k, v = torch.randn(80, H_Q, 64, **like), *torch.randn(2, 131, H_K, 64, **like)
-    ends = (x.to(device) for x in ENDS)
-    layout = Packed(*ends, 40, 70, **{name: there(x, device) for name, x in PACKED[given].items()})
+    ends = (x.to(torch_device) for x in ENDS)
+    layout = Packed(*ends, 40, 70, **{name: there(x, torch_device) for name, x in PACKED[given].items()})
     mod = mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 5 != b)
     for mask in (causal(), causal() & mod, window(20, 3)):
-        score = alibi(torch.rand(H_Q, device=device))
+        score = alibi(torch.rand(H_Q, device=torch_device))
         check(q, k, v, mask=mask, score_mod=score, layout=layout, dropout_p=0.2, backend=backend).assert_ok()
 
 
@@ -159,22 +161,22 @@ PAGED = {
 }
 
 
-@pytest.mark.parametrize(("device", "backend"), PLACES)
+@pytest.mark.parametrize(("torch_device", "backend"), PLACES)
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
 @pytest.mark.parametrize("given", PAGED)
-def test_paged(given, end_to_end, device, backend):
-    like = {"device": device, "dtype": torch.float32 if device == "cpu" else torch.bfloat16}
+def test_paged(given, end_to_end, torch_device, backend):
+    like = {"device": torch_device, "dtype": torch.float32 if torch_device == "cpu" else torch.bfloat16}
     rows = (15,) if end_to_end else (3, 5)
     q, cache = torch.randn(*rows, H_Q, 64, **like), torch.randn(2, 12, 16, H_K, 64, **like).unbind()
-    offsets = {name: there(x, device) for name, x in PAGED[given].items()}
+    offsets = {name: there(x, torch_device) for name, x in PAGED[given].items()}
     if given == "rows":
         offsets["q_offset"] = offsets["q_offset"].view(rows)
-    ends = torch.tensor([0, 6, 6, 11], device=device) if end_to_end else None
-    table, used = torch.randperm(12).view(3, 4).to(device), torch.tensor([60, 7, 0], device=device)
+    ends = torch.tensor([0, 6, 6, 11], device=torch_device) if end_to_end else None
+    table, used = torch.randperm(12).view(3, 4).to(torch_device), torch.tensor([60, 7, 0], device=torch_device)
     layout = Paged(table, used, ends, **offsets)
     mod = mask_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 != 1)
     for mask in (causal() & mod, window(20, 0), None):
-        score = alibi(torch.rand(H_Q, device=device))
+        score = alibi(torch.rand(H_Q, device=torch_device))
         check(q, *cache, mask=mask, score_mod=score, layout=layout, backend=backend).assert_ok()
 
 

@@ -87,12 +87,12 @@ def test_one_alone(view, which, place):
     "order", [*itertools.permutations(range(4))], ids=lambda order: "".join("bhsd"[i] for i in order)
 )
 @pytest.mark.parametrize("step", [1, 2])
-def test_out_has_the_memory_order_of_q(order, step, device):
+def test_out_has_the_memory_order_of_q(order, step, torch_device):
     """With rows of contiguous elements: of q's order without its last dimension."""
     sizes = 2, 3, 5, 8 * step
-    memory = torch.randn([sizes[dim] for dim in order], device=device)
+    memory = torch.randn([sizes[dim] for dim in order], device=torch_device)
     q = memory.permute([order.index(dim) for dim in range(4)])[..., ::step]
-    k = torch.randn(2, 3, 7, 8, device=device)
+    k = torch.randn(2, 3, 7, 8, device=torch_device)
     compiled = torch.compile(attention, backend="eager")
     reference = attention(q, k, k, backend="reference")
     for out in (attention(q, k, k), attention(q.detach().requires_grad_(), k, k), compiled(q, k, k), reference):
@@ -148,10 +148,10 @@ def _random_view(x: Tensor, dice: random.Random) -> Tensor:
 
 @pytest.mark.sample
 @pytest.mark.parametrize("seed", range(40))
-def test_draw(seed, device):
+def test_draw(seed, torch_device):
     dice = random.Random(seed)
     case = draws.dense(1000 + seed, dice.choice(["fp16", "bf16", "fp32"]))
     print(case.describe())  # shown when the test fails
-    made = case.inputs(device)
+    made = case.inputs(torch_device)
     q, k, v, dout = (_random_view(x, dice) for x in (made.q, made.k, made.v, made.dout))
     check(q, k, v, dout=dout, dlse=made.dlse, **made.keywords).assert_ok()

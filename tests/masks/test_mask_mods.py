@@ -10,13 +10,14 @@ import re
 import pytest
 import torch
 
-from saccade import Dense, attention, block_mask, causal, documents, explain, mask_mod, masks, softcap, window
+from saccade import Dense, alibi, attention, block_mask, causal, documents, explain, mask_mod, masks, softcap, window
 from saccade.backends import block_sparsity
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, PARTIAL, TILE, as_mask, predicates
 from saccade.testing import gallery
 from saccade.testing.accuracy import check
 from saccade.util import caches
+from tests.support.devices import CPU, every_head_dim
 from tests.support.scores import halved_from, near_or_third
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -69,21 +70,65 @@ def test_against_the_oracle(name, dtype, processor):
     check(*operands(dtype), mask=MASKS[name], dlse=torch.randn(2, 4, S)).assert_ok()
 
 
+LENGTHS = {"cpu": S, "interpreter": 90, "emulator": 140}
+"""More than a tile of the device: 700 on a GPU."""
+
+
+def lists(device):
+    """Masks of so many rows and keys, of two batch rows."""
+    s = LENGTHS.get(device.name, 700)
+    ids = torch.randint(0, 4, (2, s), device=device.type).sort().values
+    steps = torch.tensor([30, 1, 200, 7], device=device.type)
+    heads = mask_mod(lambda b, h, q, k: (q - k) // steps[h] % 2 == b)
+    same = mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k])
+    return {
+        "ids&causal": same & causal(),
+        "~ids": ~same,
+        "~ids&causal": ~same & causal(),
+        "heads": heads,
+        "heads|window": heads & window(200, 9) | window(3, 0),
+        "tensor": torch.rand(2, 1, s, s, device=device.type) > 0.5,
+        "tensor of heads": torch.rand(1, device.h_q, s, s, device=device.type) > 0.5,
+        "everything": mask_mod(lambda b, h, q, k: b.new_ones((), dtype=torch.bool)) | window(3, 3),
+        "nothing": mask_mod(lambda b, h, q, k: q < 0),
+        "blocks": gallery.random_blocks(-(-s // 128), 0.3, device=device.type),
+    }
+
+
+@every_head_dim()
+@pytest.mark.parametrize("name", lists(CPU))
+def test_lists_of_tiles(name, device):
+    s = LENGTHS.get(device.name, 700)
+    q, k, v = device.operands(b=2, s_q=s, s_k=s)
+    dlse = device.randn(*q.shape[:3], dtype=torch.float32)
+    once = device.name in ("interpreter", "emulator")
+    for deterministic in (len(name) % 2 == 0,) if once else (False, True):
+        keywords = {"mask": lists(device)[name], "deterministic": deterministic, "backend": device.backend}
+        check(q, k, v, dlse=dlse, **keywords).assert_ok()
+
+
 @pytest.mark.parametrize("name", gallery.NAMES)
-def test_gallery(name):
-    check(*operands(s_q=160, s_k=160), mask=gallery.made(name, 160)).assert_ok()
+def test_gallery(name, device):
+    s = 1024 if device.type == "cuda" else 160
+    mask = gallery.made(name, s, device.type)
+    check(*device.operands(s_q=s, s_k=s), mask=mask, backend=device.backend).assert_ok()
 
 
-def test_everything_at_once():
-    layout = Dense("bhsd", torch.tensor([130, S]), torch.tensor([S, 33]))
+@pytest.mark.parametrize("score", ["softcap", "alibi"])
+def test_everything_at_once(score, device):
+    s = LENGTHS.get(device.name, 700)
+    used = (torch.tensor(x, device=device.type) for x in ([s * 2 // 3, s], [s, s // 6]))
+    slopes = torch.randn(device.h_q, device=device.type, requires_grad=True)
+    q, k, v = device.operands(b=2, s_q=s, s_k=s)
     check(
-        *operands(),
-        mask=mask_mod(by_head) & window(60, 0),
-        score_mod=softcap(3.0),
-        sink=torch.randn(4),
-        layout=layout,
-        dlse=torch.randn(2, 4, S),
-    ).assert_ok()
+        q, k, v,
+        mask=lists(device)["heads"] & window(60 if device.type == "cpu" else 300, 0),
+        score_mod=softcap(3.0) if score == "softcap" else alibi(slopes),
+        sink=device.randn(device.h_q, dtype=torch.float32),
+        layout=Dense("bhsd", *used),
+        dlse=device.randn(*q.shape[:3], dtype=torch.float32),
+        backend=device.backend,
+    ).assert_ok()  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MASKS)

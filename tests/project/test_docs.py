@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import inspect
 import re
 import sys
@@ -124,6 +125,14 @@ def test_support_table_is_generated():
     assert readme == support_table.updated(readme), "run `python -m tests.support.support_table`"
 
 
+@pytest.fixture(scope="module")
+def rows_are_read_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "read", functools.cache(report.read))
+        yield
+
+
+@pytest.mark.usefixtures("rows_are_read_once")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_figures_are_those_of_rows(page):
     """Tables between `<!-- bench … -->` or `<!-- speedups … -->` and their ends."""

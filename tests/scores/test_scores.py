@@ -8,7 +8,10 @@ import pickle
 import pytest
 import torch
 
-from saccade import alibi, attention, scores, softcap
+from saccade import alibi, attention, causal, scores, softcap
+from saccade.testing.accuracy import check
+from tests.support.devices import every_head_dim
+from tests.support.scores import NAMES, build_score
 
 MODS = [softcap(0.5), softcap(50.0)]
 AT = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4))
@@ -72,3 +75,14 @@ def test_biases_of_narrow_slopes_are_as_exact_as_scores(dtype, backend):
         torch.testing.assert_close(out.double(), wanted, rtol=0, atol=atol)
         out.square().sum().backward()
         torch.testing.assert_close(slopes.grad.double(), exact.grad, rtol=2e-2, atol=0)
+
+
+@pytest.mark.sample
+@every_head_dim()
+@pytest.mark.parametrize("name", NAMES)
+def test_named(name, device):
+    """Of fewer elements the plain run's largest error, by which the tolerance goes, is luck."""
+    s_q, s_k = (200, 300) if device.type == "cuda" else (90, 110)
+    score_mod = build_score(name, device.h_q, s_q, s_k, device.type, b=device.b)
+    q, k, v = device.operands(s_q=s_q, s_k=s_k)
+    check(q, k, v, mask=causal(), score_mod=score_mod, backend=device.backend).assert_ok()

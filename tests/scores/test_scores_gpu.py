@@ -14,8 +14,7 @@ from saccade.call import Call
 from saccade.testing.accuracy import Report, check
 from saccade.testing.call_slice import captured
 from saccade.testing.cases import NAMED
-from tests.support import scores as operations
-from tests.support.scores import NAMES, build_score, halved_from, near_or_third
+from tests.support.scores import build_score, halved_from, near_or_third
 
 pytestmark = pytest.mark.gpu
 
@@ -25,43 +24,10 @@ def operands(h_q: int, h_k: int, s_q: int, s_k: int, d: int) -> list[torch.Tenso
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_named(name: str, backend: str) -> None:
-    q, k, v = operands(4, 2, 200, 300, 64)
-    check(q, k, v, mask=causal(), score_mod=build_score(name, 4, 200, 300, "cuda"), backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("name", ["alibi", "t5_bias", "gated"])
-def test_wide_heads(name: str, backend: str) -> None:
-    q, k, v = operands(4, 4, 300, 300, 128)
-    check(q, k, v, score_mod=build_score(name, 4, 300, 300, "cuda"), backend=backend).assert_ok()
-
-
 @pytest.mark.parametrize("name", ["bias-sink", "composed"])
 def test_cases(name: str, backend: str) -> None:
     given = NAMED[name].replace(dtype="fp16", d=64, d_v=64).inputs("cuda", requires_grad=True)
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend=backend, **given.keywords).assert_ok()
-
-
-@pytest.fixture
-def captured_there(monkeypatch) -> None:
-    """What the functions of `operations` capture, on the GPU."""
-    for name in ("KINDS", "MANY", "FAR"):
-        monkeypatch.setattr(operations, name, getattr(operations, name).cuda())
-
-
-@pytest.mark.usefixtures("captured_there")
-@pytest.mark.parametrize("name", [x for x in [*operations.WRAPPING, *operations.ARGUMENTS] if x != "uint32"])
-def test_operations(name: str, backend: str) -> None:
-    """All but reads of uint32, which torch, and so the oracle, has on CPUs alone."""
-    function = (operations.WRAPPING | operations.ARGUMENTS)[name]
-    check(*operands(2, 1, 40, 40, 64), score_mod=function, backend=backend).assert_ok()
-
-
-@pytest.mark.usefixtures("captured_there")
-@pytest.mark.parametrize("name", operations.MASKS)
-def test_masks_of_operations(name: str, backend: str) -> None:
-    check(*operands(2, 1, 40, 40, 64), mask=mask_mod(operations.MASKS[name]), backend=backend).assert_ok()
 
 
 def test_new_values_never_compile(backend: str, forward_kernel) -> None:

@@ -442,7 +442,7 @@ def _view(x: Tensor) -> Tensor:
 
 # What cuDNN's engines refuse of callbacks, crash on, or compute wrong: reasons for `explain`. Seen on an H200 with
 # cuDNN 9.19 and its frontend 1.32. A wrong number is worse than none. To lift a limit, delete its lines once the tests
-# of tests/backends/test_cudnn_gpu.py pass for it.
+# of tests/backends/cudnn/test_cudnn_gpu.py pass for it.
 
 
 MOST_OPERATIONS = 220

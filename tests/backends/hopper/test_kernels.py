@@ -1,0 +1,251 @@
+"""The kernels of `gluon` in the emulator: results, gradients, and what may not depend on who runs when."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
+from saccade.backends import hopper as gluon
+from saccade.backends.hopper import captured_tile
+from saccade.backends.hopper.backward import plan
+from saccade.backends.hopper.forward import config
+from saccade.testing import check
+from saccade.testing.cases import SMALL, Case
+from tests.emulator import emulated
+from tests.support.non_finite import assert_endless_sink, operands
+
+SAMPLE = (
+    "causal", "window", "documents-scattered", "group3", "d72", "d192-128", "d256", "softcap-sink", "t5-bias",
+    "dropout-everything", "ragged-keys", "packed-used", "packed-alibi", "few-keys-sink",
+)  # fmt: skip
+LARGEST = 6_000_000
+"""Scores of a problem."""
+LATENT = Case("latent", b=2, h_q=64, h_k=1, s_q=1, s_k=200, d=576, d_v=512, order="paged", page_size=64, cache="latent")
+GATHERED = LATENT.replace(name="latent-gathered", h_q=100, s_q=2, mask="causal", page_size=1)
+PAGED = Case("paged", b=2, h_q=4, h_k=2, s_q=20, s_k=300, d=64, order="paged", page_size=32, mask="causal", sink=True)
+
+
+def right(case: Case, seed: int, **more: Any) -> None:
+    """Results, and gradients where there are some, are within the tolerance."""
+    with emulated(seed):
+        given = case.replace(dtype="bf16").inputs("cpu", seed=seed)
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords, **more).assert_ok()
+
+
+def pytest_generate_tests(metafunc: Any) -> None:
+    everything = metafunc.config.getoption("--everything")
+    if "problem" in metafunc.fixturenames:
+        cases = [x for x in SMALL if (x.name in SAMPLE or everything) and x.b * x.h_q * x.s_q * x.s_k <= LARGEST]
+        metafunc.parametrize("problem", cases, ids=lambda x: x.name)
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(6 if everything else 2))
+
+
+@pytest.mark.sample
+def test_problems(problem: Case) -> None:
+    with emulated():
+        given = problem.replace(dtype="bf16").inputs("cpu")
+        if explain(given.q, given.k, given.v, **given.keywords).reasons.get("gluon"):
+            pytest.skip("not for gluon")
+    right(problem, 1)
+
+
+@pytest.mark.parametrize("name", ["plain", "group3"])
+def test_seeds(name: str, seed: int) -> None:
+    right(next(x for x in SMALL if x.name == name).replace(d=128), seed)
+
+
+@pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
+def test_latent(case: Case) -> None:
+    right(case, 0)
+
+
+@pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])
+def test_tables_end_with_the_last_head(score: str) -> None:
+    """Three heads in tiles of four, of which the last has no table; the emulator knows where each tensor ends."""
+    case = Case("", b=1, h_q=3, h_k=1, s_q=40, s_k=40, d=128, score=score)
+    for seed in range(3):
+        right(case, seed)
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2])
+@pytest.mark.parametrize(("s_q", "s_k", "heads"), [(40, 50, 1), (300, 200, 2)])
+def test_short_tables(radius: int, s_q: int, s_k: int, heads: int) -> None:
+    """Of one distance no tile is in reach. With a sink its gradient is not zero."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64, dtype=torch.bfloat16) for h, s in ((2, s_q), (1, s_k), (1, s_k)))
+    table = torch.randn(heads, 2 * radius + 1, requires_grad=True)
+    with emulated():
+        check(q, k, v, backend="gluon", score_mod=relative_bias(table), sink=torch.randn(2)).assert_ok()
+
+
+def test_captured_tensors_of_no_sequence() -> None:
+    none, table = torch.zeros(1, dtype=torch.int32), torch.randn(1100, requires_grad=True)
+    x = torch.randn(3, 1, 64, dtype=torch.bfloat16, requires_grad=True)
+    with emulated():
+        score_mod = lambda s, b, h, i, j: s + table[i]  # noqa: E731
+        out = attention(x, x, x, score_mod=score_mod, layout=Packed(none, none, 0, 0), backend="gluon")
+        assert all(not grad.count_nonzero() for grad in torch.autograd.grad(out.sum(), (x, table)))
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_empty_captured_tensors(eight_bits: bool) -> None:
+    """A consumer visits a tile where no row sees anything too, and reads no tensor that has no element."""
+    none, shape = torch.zeros(3, dtype=torch.int32), (2, 0, 0)
+    x = torch.randn(1, 2, 64, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"mask": torch.zeros(shape, dtype=torch.bool), "score_mod": bias(torch.zeros(shape))}
+    with emulated():
+        if eight_bits:
+            x = x.to(torch.float8_e5m2)
+        for keywords in ({"mask": given["mask"]}, {"score_mod": given["score_mod"]}, given):
+            layout = Packed(none, none, 0, 0)
+            check(x, x, x, layout=layout, backend="gluon", backward=not eight_bits, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_less_room_for_tiles(d: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward beside so many captured tensors that values, and long keys, have one place."""
+    monkeypatch.setattr(plan, "HANDED", 3000)
+    case = Case("", b=3, h_q=3, h_k=3, s_q=70, s_k=300, d=d, order="thd", score="temperature")
+    right(case, seed)
+
+
+def test_parts_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_ITEMS", "LEAST_ROWS"):
+        monkeypatch.setattr(gluon, name, 1)
+    monkeypatch.setattr(config, "LEAST_KEYS", 128)
+    right(PAGED, 0)
+
+
+@pytest.mark.parametrize("name", ["dense", "parts", "latent"])
+def test_a_sink_without_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
+        monkeypatch.setattr(gluon, limit, 1)
+    monkeypatch.setattr(config, "LEAST_KEYS", 128)
+    if name == "dense":
+        given = operands(torch.bfloat16, rows=40, keys=30, d=64)
+        with emulated():
+            assert_endless_sink(given, "gluon", mask=causal())
+        return
+    case = (PAGED if name == "parts" else LATENT).replace(dtype="bf16")
+    given = case.inputs("cpu")
+    given.keywords["sink"] = torch.tensor([torch.inf, *torch.randn(case.h_q - 1)])
+    with emulated():
+        found = attention(given.q, given.k, given.v, backend="gluon", return_lse=True, **given.keywords)
+    right = attention(given.q, given.k, given.v, backend="reference", return_lse=True, **given.keywords)
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    assert not found.out.select(found.out.dim() - 2, 0).any()
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 90, 112), (90, 112), (1, 2, 90, 111)], ids=str)
+def test_a_bias_of_every_score(shape: tuple[int, ...]) -> None:
+    """Two keys at a time where rows are whole units, and one where they are not."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, s, 64, dtype=torch.bfloat16) for h, s in ((2, 90), (1, shape[-1]), (1, shape[-1])))
+    table = torch.randn(shape).bfloat16().requires_grad_()
+    with emulated():
+        check(q, k, v, backend="gluon", mask=window(40, 5), score_mod=bias(table)).assert_ok()
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    "name", ["plain", "group", "window", "used", "larger", "expanded", "slope", "ordered", "listed", "-inf"]
+)
+def test_gradients_of_a_bias(name: str, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored by the main kernel, every element, but for `slope`, whose derivative is no constant."""
+
+    def unwritten(shape: Any, **how: Any) -> Tensor:
+        return torch.full(shape, torch.nan, **how)
+
+    monkeypatch.setattr(captured_tile, "torch", SimpleNamespace(empty=unwritten, zeros=torch.zeros))
+    torch.manual_seed(0)
+    b, h, h_k = (2, 4, 2) if name in ("group", "used") else (1, 2, 2) if name == "expanded" else (1, 1, 1)
+    shape = (b, h, 150, 280) if name == "larger" else (b, 1, 130, 264) if name == "expanded" else (b, h, 130, 264)
+    q, k, v = (torch.randn(b, n, s, d, dtype=torch.bfloat16) for n, s in ((h, 130), (h_k, 264), (h_k, 264)))
+    t = torch.randn(shape)
+    if name == "-inf":
+        t[t > 1], t[..., 70], t[:, :, 40] = -torch.inf, -torch.inf, -torch.inf
+    t = t.bfloat16().expand(b, h, -1, -1).requires_grad_()
+    mask = None if name in ("plain", "larger", "-inf") else window(40, 90) if name == "window" else causal()
+    if name == "listed":
+        mask = causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+    layout = Dense("bhsd", torch.tensor([130, 70]), torch.tensor([200, 264])) if name == "used" else Dense()
+
+    def mod(score, b, h, q_idx, kv_idx):
+        there = t[b, h, q_idx, kv_idx]
+        return score + score * there if name == "slope" else score + there
+
+    with emulated(1):
+        check(
+            q, k, v, backend="gluon", mask=mask, score_mod=mod, layout=layout, deterministic=name == "ordered"
+        ).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("n", [50, torch.tensor([50, 0])], ids=["number", "tensor"])
+def test_a_prefix_is_seen_by_rows_before_it(n: int | Tensor, d: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, s, d, dtype=torch.bfloat16) for h, s in ((2, 3), (1, 70), (1, 70)))
+    layout = Dense(q_offset=torch.tensor([-5, -1]))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=prefix(n), layout=layout).assert_ok()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_eight_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64).to(dtype) for h, s in ((4, 100), (2, 300), (2, 300)))
+    with emulated():
+        check(q, k, v, backend="gluon", backward=False, mask=causal(), descale=Descale(0.5, 2.0, 0.25)).assert_ok()
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_order_of_additions(d: int) -> None:
+    """Deterministic gradients have the same bits, whoever runs when."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 300, d, dtype=torch.bfloat16) for h in (2, 1, 1))
+
+    def gradients(seed: int) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with emulated(seed):
+            out = attention(*leaves, mask=causal(), deterministic=True, backend="gluon")
+            return torch.autograd.grad(out.float().square().sum(), leaves)
+
+    first, second = gradients(1), gradients(2)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_sections_of_packed_heads(monkeypatch: pytest.MonkeyPatch, rows: int, deterministic: bool) -> None:
+    """A section has one key head of some sequences, and two of three of others; or one of all."""
+    plan = importlib.import_module("saccade.backends.hopper.backward.plan")
+    monkeypatch.setattr(plan, "L2_BYTES", rows * 2 * (128 * 2 + 64 * 4))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(530, h, 64, dtype=torch.bfloat16) for h in (6, 3, 3))
+    layout = Packed(torch.tensor([0, 290, 290, 420, 520]))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=causal(), layout=layout, deterministic=deterministic).assert_ok()
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("heads", [1, 3, 4, 6, 7, 9, 11, 12, 13, 20])
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_item_has_a_program(d: int, heads: int) -> None:
+    """Of four rounds or fewer, whose order is fixed, and of more."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, 50, d, dtype=torch.bfloat16).unbind()
+    with emulated(heads):
+        for mask in (None, causal()):
+            check(q, k, v, backend="gluon", mask=mask, backward=False).assert_ok()
