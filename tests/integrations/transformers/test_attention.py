@@ -328,6 +328,20 @@ def test_block_tables_in_a_graph():
     assert torch.equal(tables.pages.nan_to_num(9.0), tables.full.nan_to_num(9.0))
 
 
+def test_block_tables_in_a_compiled_step():
+    """With sizes as symbols, and a cache that the compiler does not look into, as transformers has both."""
+    tables = Tables("cpu", torch.float32, 1)
+    tables.update = torch.compiler.disable(tables.update)
+    q, keywords, before = torch.randn(1, 4, 4, 16), tables.keywords(), tables.pages.clone()
+    new = tables.new(tables.k), tables.new(tables.v)
+    wanted, written = run(q, *new, **keywords), tables.pages.clone()
+    tables.pages.copy_(before)
+    torch._dynamo.reset()
+    found = torch.compile(run, backend="aot_eager", dynamic=True)(q, *new, **keywords)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(tables.pages.nan_to_num(9.0), written.nan_to_num(9.0))
+
+
 def test_a_cache_or_a_block_table_alone():
     q, k, v = operands(3, 3, b=1)
     with pytest.raises(ValueError, match=r"cache \(CacheOf5\) is for sequences end to end: give cu_seq_lens_q"):

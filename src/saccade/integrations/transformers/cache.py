@@ -38,8 +38,13 @@ def updated(
     return _written(cache.layer_to_allocator[module.layer_idx], k, v, keywords)
 
 
+@torch.compiler.disable
 def _written(allocator: Any, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Paged]:
-    """Writes one row of each sequence where its block table says; a sequence without keys has no page."""
+    """Writes one row of each sequence where its block table says; a sequence without keys has no page.
+
+    Never inside of a compiled graph: of two inputs that are views of one tensor and are written to, torch 2.13 makes
+    new views, whose strides lack a factor if sizes are symbols, and it copies the whole tensor, which is the cache.
+    """
     # Pages of keys and of values alternate, layer by layer, and each view holds all: one in `step` is its own.
     step = allocator.block_physical_stride // allocator.tokens_per_page
     k_cache, v_cache = keywords["k_cache"][::step], keywords["v_cache"][::step]

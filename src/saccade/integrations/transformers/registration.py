@@ -50,8 +50,8 @@ def _announce() -> None:
 
     def lazy_imports(implementation: Any, *arguments: Any, **options: Any) -> Any:
         if implementation == FOR_BATCHES:
-            # None for block tables: where transformers compiles steps with them, results are wrong.
-            return (attention_forward, attention_forward, *[None] * (count - 2))
+            # For attention, the third with block tables; and for padding.
+            return (*[attention_forward] * (count - 2), None, None)
         return load(implementation, *arguments, **options)
 
     lazy_imports.knows_saccade = True  # pyright: ignore[reportFunctionMemberAccess]
