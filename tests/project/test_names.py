@@ -10,7 +10,7 @@ from typing import TypeGuard
 PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 
-MOST_PARAMETERS = {"helper": 12, "kernel": 24}
+MOST_PARAMETERS = {"helper": 12, "kernel": 28}
 
 NO_SYMBOLS = "backends", "testing", *(f"scores/recording/{x}.py" for x in ("replay", "trace", "tracer"))
 """What torch.compile and exports never follow: it runs inside of operators, or on small tensors of known shapes."""
@@ -32,7 +32,7 @@ def test_a_class_name_stands_for_one_class():
 
 
 def test_device_functions_have_few_parameters():
-    """More than 12 of a helper, or 24 of a kernel, constexpr ones included, become a record or an aggregate."""
+    """More than 12 of a helper, or 28 of a kernel, constexpr ones included, become a record or an aggregate."""
     too_many = {}
     for name, node in nodes(ast.FunctionDef):
         assert isinstance(node, ast.FunctionDef)
@@ -43,6 +43,18 @@ def test_device_functions_have_few_parameters():
             if count > MOST_PARAMETERS[kind]:
                 too_many[f"{name}: {node.name}"] = count
     assert not too_many
+
+
+def test_kernels_take_no_tuples():
+    """A tuple in place of several parameters hides their names: a kernel takes tensors, numbers and records."""
+    indexed = []
+    for name, node in nodes(ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        given = {x.arg for x in node.args.args}
+        for inner in ast.walk(node) if node.name.endswith("_kernel") else ():
+            if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
+                indexed += [f"{name}: {ast.unparse(inner)}"] if ast.unparse(inner.value) in given else []
+    assert not indexed
 
 
 def test_device_functions_assign_no_record():
@@ -58,7 +70,7 @@ def test_device_functions_assign_no_record():
             value = inner.value if isinstance(inner, ast.Assign) else None
             record = isinstance(value, ast.Attribute) and value.attr in ("data", "mask", "score")
             if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
-                record = ast.unparse(value.value).split(".")[-1] in ("rules", "spans", "used", "data", "records")
+                record = ast.unparse(value.value).split(".")[-1] in ("data", "records")
             if record:
                 assigned.append(f"{name}: {ast.unparse(inner)}")
     assert not assigned

@@ -396,7 +396,7 @@ BLOCK_K = gl.constexpr(128)
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
-    gradient_desc, packed, counter, spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
+    gradient_desc, packed, counter, span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
@@ -455,7 +455,7 @@ def backward_kernel(
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
     kv_blocks = KVBlocks(
-        scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
+        scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
     )
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED,

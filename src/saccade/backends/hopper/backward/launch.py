@@ -142,7 +142,7 @@ def arguments(
     flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
     found = (None, None) if captured is None else captured.args
     score_args = BackwardScoreArgs(mask, score, scale, flat, FLAGS[plan.tight], sums, *found, dropout.record(call))
-    rest = packed, own, spans, score_args, plan.order, semaphore
+    rest = packed, own, span_q, span_k, score_args, plan.order, semaphore
     if drawn is None:
         yield tensors[:-1], rest
     else:

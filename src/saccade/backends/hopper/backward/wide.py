@@ -338,7 +338,7 @@ def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constex
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, packed, dq_accum,
-    spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
+    span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k, with the arguments of `backward_kernel`, whose tiles are chunks of 64 rows and
@@ -364,7 +364,7 @@ def wide_backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    kv_blocks = KVBlocks(scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK, BLOCK, None)
+    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK, None)
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
     )

@@ -494,8 +494,8 @@ class ForwardArgs:
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used, pages, rules,
-    dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
+    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
+    score, captured, arrivals, dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
@@ -506,8 +506,8 @@ def forward_kernel(
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
-    again in the end. used: the rows and the keys that are. rules: the mask, the score, the CapturedTileArgs and the
-    ArrivalArgs. blocks, heads, section: see TileScheduler.
+    again in the end. used_q and used_k: SequenceSpans, or None where all rows and keys are in use. captured: a
+    CapturedTileArgs or None. arrivals: an ArrivalArgs or None. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
@@ -522,8 +522,8 @@ def forward_kernel(
     if is_split(pages):
         parts = pages.parts
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used[0], used[1], pages, rules[0],
-        rules[1], rules[2], captured_desc, rules[3], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
+        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
+        score, captured, captured_desc, arrivals, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and, unless that has a place of its own, later its out: whole tiles.
@@ -544,7 +544,7 @@ def forward_kernel(
     if captured_desc is not None:
         captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used[0]), rules[0].block_sparse, is_split(pages))
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.block_sparse, is_split(pages))
     out_tiles = None
     if OUT_COLUMNS > 0:
         out_shape: gl.constexpr = [CONSUMERS, 1, 1, 64 // ROWS, ROWS, OUT_COLUMNS]

@@ -166,10 +166,10 @@ def arguments(
     unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(call) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    rules = mask, score, captured and captured.args, arrivals and arrivals.args
-    records = load.record(call, parts), rules, dropout.record(call), descale.record(call)
     no_descriptor = () if captured else (None,)
-    return *no_descriptor, *tensors, positions.spans(call, table), *records
+    captured_args, arrival_args = captured and captured.args, arrivals and arrivals.args
+    records = load.record(call, parts), mask, score, captured_args, arrival_args, dropout.record(call)
+    return *no_descriptor, *tensors, *positions.spans(call, table), *records, descale.record(call)
 
 
 def _hides_rows(call: Call) -> bool:

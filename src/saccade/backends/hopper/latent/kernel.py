@@ -318,21 +318,21 @@ class LatentArgs:
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "h_k", "group", "s_q", "s_k"])
 def latent_kernel(
-    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k,
-    group, s_q, s_k, scale, shape,
+    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, mask, score, tiles, blocks,
+    h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) k[:, :512] and lse, or None, of sequences that a line has whole; of others those of each
     part, without the sink: parts float32 (parts, tiles, 64, 512), part_lse (parts, tiles, 64).
 
     q_desc: (b, h_k, group, s_q, 576) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc: (pages, h_k,
-    page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. rules: the mask and the score. A
-    program for each tile of rows and each line.
+    page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. A program for each tile of
+    rows and each line.
     """
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
-        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], sink,
-        tiles, blocks, h_k, group, s_q, s_k, scale, shape,
+        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, mask, score, sink, tiles,
+        blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
     GATHERS: gl.constexpr = gathers(pages.size)
     CHUNKS: gl.constexpr = 2 * HALF + 1

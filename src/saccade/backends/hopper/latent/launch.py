@@ -124,9 +124,8 @@ def arguments(
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
     listed = call.mask is not None and call.mask.listed
-    rules = mask._replace(all_tiles=FLAGS[listed]), score
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, load.record(call), schedule, rules
+    return cache, *results, *spans, load.record(call), schedule, mask._replace(all_tiles=FLAGS[listed]), score
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:
