@@ -60,7 +60,7 @@ def features() -> Iterator[str]:
     yield "triton order 16bit d128/128 packed"
     yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy"))
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
-    yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "level_sums"))
+    yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "bias_sums"))
     yield from (f"triton {name} 16bit d128/128 masked bias" for name in ("forward", "dkdv", "dq", "captured_gradients"))
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
     lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))

@@ -72,7 +72,7 @@ def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.d
 
 
 class Recorder:
-    """What `Found.recorded` asks a backend for."""
+    """What `CallKey.recorded` asks a backend for."""
 
     compiles = False
 
@@ -103,7 +103,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Any:
         recorders.append(Recorder(done))
         return recorders[-1]
 
-    recorded = replay.Found.recorded
+    recorded = replay.CallKey.recorded
 
     def noted(self: Any, module: Any, more: Any, work: Callable[[], Any]) -> Any:
         def noted_work() -> Any:
@@ -113,7 +113,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         return recorded(self, module, more, noted_work)
 
-    monkeypatch.setattr(replay.Found, "recorded", noted)
+    monkeypatch.setattr(replay.CallKey, "recorded", noted)
     monkeypatch.setattr(replay, "on_host", lambda x: False)
     monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
     replay.forget()

@@ -137,13 +137,13 @@ class Call:
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *[x % ALIGNMENT for x in at],
             layout.has_pages and self.latent,
-            *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
+            *(layout.text, None if mask is None else (mask.identity, mask.has_lower_bound), score and score.identity),
             *(self.sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if out is None else (out.dtype, out.stride(), address(out) % ALIGNMENT),
         )
         if tensors:
             key += tuple([(x.dtype, x.shape, x.stride()) for x in tensors])
-        if mask is not None and mask.listed:
+        if mask is not None and mask.block_sparse:
             key += tuple([abs(n) > scores.LONGEST for n in mask.ints])
         if score is not None:
             key += tuple([abs(n) > scores.LONGEST for n in score.ints])
@@ -187,11 +187,11 @@ class Call:
         return self.layout.positions(self.q.shape[2])
 
     @property
-    def by_row(self) -> bool:
-        """Whether tensors give each row its keys: see `Mask.by_row`."""
+    def bounds_per_row(self) -> bool:
+        """Whether tensors give each row its keys: see `Mask.bounds_per_row`."""
         if self.mask is None:
             return False
-        return self.mask.by_row or (self.positions is not None and self.positions.by_row)
+        return self.mask.bounds_per_row or (self.positions is not None and self.positions.per_row)
 
     @property
     def scoreless(self) -> bool:

@@ -78,9 +78,9 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
         raise ValueError("merge needs at least one Partial")
     for partial in partials:
         if not isinstance(partial, tuple) or len(partial) != 2 or not all(isinstance(x, Tensor) for x in partial):
-            raise TypeError(f"merge takes Partials, (out, lse) of two tensors, got {arguments.told(partial)}")
+            raise TypeError(f"merge takes Partials, (out, lse) of two tensors, got {arguments.describe(partial)}")
     if not isinstance(layout, (Dense, type(None))):
-        raise TypeError(f"layout must be a Dense record, got {arguments.told(layout)}")
+        raise TypeError(f"layout must be a Dense record, got {arguments.describe(layout)}")
     layout = layout or Dense()
     partials = tuple(Partial(*partial) for partial in partials)
     if len(places := {x.device for partial in partials for x in partial}) > 1:

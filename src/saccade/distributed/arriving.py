@@ -17,7 +17,7 @@ from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable,
 from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
-from saccade.distributed.groups import once
+from saccade.distributed.groups import cached_method
 from saccade.distributed.pull import PulledRows, row_bytes
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
@@ -74,7 +74,7 @@ class ArrivingRows(PulledRows):
             for segment in segments if rank != transport.rank else ():
                 self.of_piece[bisect_right(first, segment.target) - 1].append((rank, segment))
 
-    @once
+    @cached_method
     def layouts(self, device: torch.device) -> Layouts:
         own: dict[int, int] = {}
         for piece in self.pieces:
@@ -103,7 +103,7 @@ class ArrivingRows(PulledRows):
         places[-1, lent] = lent.int()
         return places
 
-    @once
+    @cached_method
     def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
         """Of rows with so many heads, each of so many bytes with its value."""
         steps: list[Step] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from saccade.call import needs_gradient
-from saccade.distributed.groups import once
+from saccade.distributed.groups import cached_method
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport
 from saccade.ops import vmap
@@ -212,7 +212,7 @@ class RowExchange(Exchange):
         )
         self._kept: dict[Any, Any] = {}
 
-    @once
+    @cached_method
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         sources = [numbers([(s.source, s.rows) for s in part], device) for part in self.sent]

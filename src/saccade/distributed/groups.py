@@ -18,7 +18,7 @@ from saccade.util.kept_memory import keep
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def once(make: Method) -> Method:
+def cached_method(make: Method) -> Method:
     """A method of a plan, or of an exchange, that runs once for its arguments."""
     name = make.__name__
 

@@ -153,7 +153,7 @@ class Layout:
         if positions is None:
             return
         q, rows = self.q_offset, s_q
-        if positions.by_row and isinstance(positions.q, Tensor):
+        if positions.per_row and isinstance(positions.q, Tensor):
             q, rows = self._in_use(positions.q), 1
         check_positions("q_offset", q, rows, functions)
         check_positions("k_offset", self.k_offset, s_k, functions)

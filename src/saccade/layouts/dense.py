@@ -93,7 +93,7 @@ class Dense(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         sizes = self.sizes(q, k)._replace(exact=True)
         b, _, s_q, s_k, _ = sizes
-        if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
+        if mask is not None and mask.block_sparse and (error := mask.shape_error(sizes)):
             return error
         for name in LENGTHS:
             if (used := getattr(self, name)) is not None and used.shape != (b,):
@@ -136,8 +136,8 @@ class Dense(Layout):
 
     def __repr__(self) -> str:
         given = {name: x for name in self.FLAT if (x := getattr(self, name)) is not None}
-        told = (f"{name}={list(x.shape) if isinstance(x, Tensor) else x}" for name, x in given.items())
-        return f"Dense({', '.join([repr(self.order), *told])})"
+        fields = (f"{name}={list(x.shape) if isinstance(x, Tensor) else x}" for name, x in given.items())
+        return f"Dense({', '.join([repr(self.order), *fields])})"
 
 
 def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:

@@ -211,7 +211,7 @@ class Paged(Layout):
             return extent._replace(p=first + extent.q_idx(), k=torch.zeros_like(extent.rows[:1]))
         positions = self.positions(q.shape[2])
         assert positions is not None
-        if positions.by_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
+        if positions.per_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
             rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()  # of a padded batch
             return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(positions.q.shape[0] - 1, 0))]))
         return extent.at(positions)

@@ -25,7 +25,7 @@ class Window(Mask):
     # In the path of small calls, and so attributes that are computed once.
     kind: ClassVar[Any] = "window"
     identity: ClassVar[Any] = "window"
-    lower: ClassVar[Any] = True
+    has_lower_bound: ClassVar[Any] = True
     tensors: ClassVar[Any] = ()
     floats: ClassVar[Any] = ()
     ints: ClassVar[Any] = ()
@@ -34,9 +34,9 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         bounds = tuple([UNBOUNDED if x is None else x for x in (self.left, self.right)])
-        lower, causal = self.left is not None, self.left is None and self.right == 0
+        has_lower_bound, causal = self.left is not None, self.left is None and self.right == 0
         kind, ints = ("causal", ()) if causal else ("window", bounds)
-        derived = {"kind": kind, "identity": kind, "lower": lower, "bounds": bounds, "ints": ints}
+        derived = {"kind": kind, "identity": kind, "has_lower_bound": has_lower_bound, "bounds": bounds, "ints": ints}
         for name, x in derived.items():
             object.__setattr__(self, name, x)
 
@@ -67,7 +67,7 @@ class Prefix(Mask):
 
     FLAT: ClassVar = {"prefix": {"n": int}, "prefixes": {"n": Tensor}}
     n: int | Tensor
-    lower: ClassVar[bool] = False
+    has_lower_bound: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:

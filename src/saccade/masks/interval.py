@@ -40,11 +40,11 @@ class KeyInterval(Mask):
         return "interval_stops" if self.open_start else "interval_rows"
 
     @property
-    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_lower_bound(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self.open_start
 
     @property
-    def by_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def bounds_per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.stop, Tensor)
 
     @property
@@ -113,8 +113,8 @@ class KeyInterval(Mask):
         return None
 
     def __repr__(self) -> str:
-        told = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
-        start, stop = told
+        bounds = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        start, stop = bounds
         return f"interval({'None' if self.open_start else start},{'None' if stop == OPEN else stop})"
 
 

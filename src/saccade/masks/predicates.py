@@ -384,8 +384,8 @@ def _mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> None:
     for all that is not listed."""
     rows, last = states.shape[2], states.shape[3] - 1
     index = index[:, :, :rows, :last]
-    listed = torch.arange(index.shape[3], device=index.device) < count[:, :, :rows, None]
-    states.scatter_(3, torch.where(listed, index, last).long(), value)
+    kept = torch.arange(index.shape[3], device=index.device) < count[:, :, :rows, None]
+    states.scatter_(3, torch.where(kept, index, last).long(), value)
 
 
 COMBINATIONS["mask"] = as_mask  # pyright: ignore[reportArgumentType] (of None alone it is None)

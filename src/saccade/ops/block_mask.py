@@ -56,9 +56,9 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     bound = mask.bound()
     if error := bound.shape_error(Sizes(b, h, s_q, s_k)):
         raise ValueError(error)
-    if not mask.listed:
+    if not mask.block_sparse:
         return mask
-    if mask.by_row:
+    if mask.bounds_per_row:
         raise ValueError(
             f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
         )

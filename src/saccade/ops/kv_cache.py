@@ -13,7 +13,7 @@ from saccade.call import needs_gradient
 from saccade.call.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
 from saccade.ops import autograd, replay, vmap
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.util import arguments, memory_layout
 
 ops.library.define(
@@ -149,7 +149,7 @@ def append_kv(
 def _known(
     k_cache: Any, v_cache: Any, layout: Any, k_new: Any, v_new: Any, slots: Any, positions: Any, q: Any, rotary: Any,
     interleaved: Any, descale: Any,
-) -> Found | None:  # fmt: skip
+) -> CallKey | None:  # fmt: skip
     """The call by its arguments, if it has a key."""
     kinds = (rotary, tuple), (layout, Paged), (descale, Descale)
     if type(interleaved) is not bool or not all(x is None or isinstance(x, kind) for x, kind in kinds):
@@ -177,7 +177,7 @@ def _append(
     interleaved: bool,
     k_factor: Tensor | None = None,
     v_factor: Tensor | None = None,
-    known: Found | None = None,
+    known: CallKey | None = None,
 ) -> Tensor:
     _refuse_shared(k_cache, v_cache, {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q}))
     tensors = list(tensors)
@@ -251,7 +251,9 @@ def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Page
             )
         return layout
     if layout is not None:
-        raise ValueError(f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.told(slot_mapping)}")
+        raise ValueError(
+            f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.describe(slot_mapping)}"
+        )
     if rotary is not None and positions is None:
         raise ValueError("rotary with slot_mapping needs positions=…, since slots do not say where a row stands")
     return CacheSlots(slot_mapping, positions)
@@ -300,7 +302,7 @@ def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: T
     if descale is None:
         return Factors()
     if not isinstance(descale, Descale):
-        raise TypeError(f"descale must be a Descale(k=…, v=…), got {arguments.told(descale)}")
+        raise TypeError(f"descale must be a Descale(k=…, v=…), got {arguments.describe(descale)}")
     if k_cache.dtype not in EIGHT_BITS or k_new.dtype in EIGHT_BITS:
         got = f"caches of {k_cache.dtype} and rows of {k_new.dtype}, which are copied as they are"
         raise ValueError(f"descale is for 8-bit caches that take wider rows, got {got}")
@@ -328,7 +330,7 @@ def check_rotary(rotary: Any, k_new: Tensor) -> None:
         TypeError, ValueError: no tables of angles for these rows.
     """
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-        raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.told(rotary)}")
+        raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.describe(rotary)}")
     cos, sin = rotary
     arguments.tensors(cos=cos, sin=sin)
     if cos.device != k_new.device or sin.device != k_new.device:

@@ -173,7 +173,7 @@ def _check(q: Tensor | None, k: Tensor, v: Tensor, layout: Any) -> None:
     named = ({} if q is None else {"q": q}) | {"k": k, "v": v}
     arguments.tensors(**named)
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Dense or a Packed layout, got {arguments.told(layout)}")
+        raise TypeError(f"layout must be a Dense or a Packed layout, got {arguments.describe(layout)}")
     if isinstance(layout, Paged):
         raise ValueError(
             f"quantize takes no pages, got {layout!r}: quantize the new rows, as Dense('bshd') or Packed, before "
@@ -209,8 +209,8 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
 def _check_options(per: Any, dtype: Any, v_order: Any, flags: dict[str, Any]) -> None:
     for name, x, known in (("per", per, PER), ("dtype", dtype, EIGHT_BITS), ("v_order", v_order, ORDERS)):
         if x not in known:
-            told = x if isinstance(x, torch.dtype) else arguments.told(x)
-            raise ValueError(f"{name} must be {' or '.join(map(_quoted, known))}, got {told}")
+            got = x if isinstance(x, torch.dtype) else arguments.describe(x)
+            raise ValueError(f"{name} must be {' or '.join(map(_quoted, known))}, got {got}")
     arguments.flags(**flags)
 
 

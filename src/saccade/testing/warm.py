@@ -76,9 +76,9 @@ def case_of(spec: Spec, shape: TaskShape) -> Case:
     unknown += [word for word in ("offsets", "latent", "block_scales") if getattr(spec, word)]
     unknown += ["paged"] if spec.layout == "paged" else []
     if unknown or not spec.aligned:
-        told = ", ".join(unknown or ["rows that are not aligned"])
+        names = ", ".join(unknown or ["rows that are not aligned"])
         raise ValueError(
-            f"kernels of {told} depend on more than a spec says: run the call itself once, with TRITON_CACHE_DIR set "
+            f"kernels of {names} depend on more than a spec says: run the call itself once, with TRITON_CACHE_DIR set "
             "to the folder"
         )
     mask = re.sub(r"\w+", lambda word: _MASKS.get(word[0], word[0]), spec.mask)

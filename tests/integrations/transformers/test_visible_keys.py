@@ -151,7 +151,7 @@ def test_known_masks_need_no_predicate(utils):
     for name in ("causal", "window", "chunks"):
         mask = attention_mask_of(2, 9, 9, mask_function=FUNCTIONS[name](utils), attention_mask=left).mask
         assert mask is not None
-        assert not mask.listed
+        assert not mask.block_sparse
         assert sum(x.numel() for x in mask.tensors) <= 4 * 9
     plain = [attention_mask_of(2, 9, 9, mask_function=FUNCTIONS[name](utils)).mask for name in ("causal", "window")]
     assert [repr(mask) for mask in plain] == ["causal", "window(3,0)"]

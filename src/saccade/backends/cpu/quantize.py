@@ -39,8 +39,8 @@ def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
             x = x - mean
         else:
             shift = _by_batch(call, torch.where(rows.live, (x * mean).sum(-1), 0))
-    descale, by_row = _factors(call, rows, x)
-    x = quotient(x, by_row.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
+    descale, row_factors = _factors(call, rows, x)
+    x = quotient(x, row_factors.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
     if call.per == "block":
         x = torch.where((rows.position < call.blocks * BLOCK)[:, None], x, torch.nan)
     x = torch.where(rows.live[:, None], x, 0)

@@ -185,16 +185,16 @@ def tiling_of(call: Call) -> Tiling:
     same."""
     mask, layout, shape = call.mask, call.layout, TilingShape.of(call)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
-    if not tensors and (mask is None or not mask.listed) and not layout.positioned:
+    if not tensors and (mask is None or not mask.block_sparse) and not layout.positioned:
         return _of_numbers(shape, mask)
 
     def make() -> Tiling:
         tiles: tuple[int, ...] = (1, 1)
-        if mask is not None and mask.listed and not shape.small:
+        if mask is not None and mask.block_sparse and not shape.small:
             tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(call)
         return Tiling(shape, mask, call.extent, (tiles[0] > 1, tiles[1] > 1))
 
-    if call.positions is not None or (mask is not None and mask.by_row):
+    if call.positions is not None or (mask is not None and mask.bounds_per_row):
         return make()
     numbers = () if mask is None else (mask.identity, mask.numbers)
     return derived_from_values(("tiling", shape, layout.text, numbers), tensors, make)
@@ -277,7 +277,7 @@ class Worker:
     def pieces(self, tile: Tile) -> list[Tile]:
         """The tile in pieces of at most TILE_ELEMENTS scores, without empty tiles of block sparsity."""
         tiling, mask = self.tiling, self.call.mask
-        if mask is None or not mask.listed or tiling.shape.small:
+        if mask is None or not mask.block_sparse or tiling.shape.small:
             return tiling.split([tile])
         first_b, first_h = tile.batch.start if tiling.by_batch else 0, tile.heads.start if tiling.by_head else 0
         place = first_b, first_h, tile.rows.start

@@ -137,14 +137,14 @@ def lists_launch(
 def record(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask for kernels of these tiles."""
     mask = masks.record(call)
-    if call.mask is None or not call.mask.listed:
-        return visits.visited(call, launches, mask, block_q) if by_keys and call.by_row else mask
+    if call.mask is None or not call.mask.block_sparse:
+        return visits.visited(call, launches, mask, block_q) if by_keys and call.bounds_per_row else mask
     return with_lists(mask, build(call, launches, block_q, block_k, by_keys))
 
 
 def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
     """The mask, whose tiles the lists name."""
-    return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, lower=masks.FLAGS[False])
+    return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, has_lower_bound=masks.FLAGS[False])
 
 
 def ranks(launches: Launches, lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:

@@ -63,10 +63,10 @@ def empty(call: Call) -> tuple[Any, ...]:
     if b * h_q * length > MOST:
         return ()
     found: list[Any] = []
-    for by_row, by_head in score.program.distance_inputs:
-        shape = b if by_row else 1, h_q if by_head else 1, length
+    for per_batch_row, per_head in score.program.distance_inputs:
+        shape = b if per_batch_row else 1, h_q if per_head else 1, length
         table = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-        strides = table.stride(0) * by_row, table.stride(1) * by_head, REACH.value + s_q + MARGIN
+        strides = table.stride(0) * per_batch_row, table.stride(1) * per_head, REACH.value + s_q + MARGIN
         found += table, *map(runtime_int, strides)
     return tuple(found)
 
@@ -104,7 +104,7 @@ def table_kernel(
         last = tl.where(changed, distance, last)
     ends = tl.arange(0, 2)[None, :]
     distance = tl.where(ends == 0, REACH, length - 1) - zero
-    level = VALUE(data, distance, b, h, distance * 0, distance)
+    bias = VALUE(data, distance, b, h, distance * 0, distance)
     reach = tl.where(ends == 0, tl.min(first) - 1, tl.max(last))
-    reach = tl.where(tl.abs(level) < LARGEST, reach, tl.where(ends == 0, -FAR, FAR))
+    reach = tl.where(tl.abs(bias) < LARGEST, reach, tl.where(ends == 0, -FAR, FAR))
     tl.store(row + ends, reach.to(tl.float32))

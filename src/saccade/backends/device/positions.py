@@ -35,10 +35,10 @@ class Offset(NamedTuple):
     """the number plus FARTHEST, a `runtime_int`; a `Bound`; an `Aligned`"""
 
     @staticmethod
-    def of(x: int | Tensor, by_row: bool, starts: Tensor | None) -> Offset:
+    def of(x: int | Tensor, per_row: bool, starts: Tensor | None) -> Offset:
         if not isinstance(x, Tensor):
             return Offset(NUMBER, runtime_int(x + FARTHEST.value))
-        return Offset(ROW if by_row else SEQUENCE, Bound.of(x, starts))
+        return Offset(ROW if per_row else SEQUENCE, Bound.of(x, starts))
 
 
 class Aligned(NamedTuple):
@@ -66,7 +66,7 @@ def record(call: Call) -> DevicePositions | None:
     """What functions of positions take for indices; None stands for the numbers of rows and keys."""
     positions, layout = call.positions, call.layout
     if positions is not None:
-        q = Offset.of(positions.q, positions.by_row, layout.cu_seqlens_q)
+        q = Offset.of(positions.q, positions.per_row, layout.cu_seqlens_q)
         return DevicePositions(q, Offset.of(positions.k, False, None))
     if not layout.has_pages:
         return None
@@ -82,7 +82,7 @@ def kind(call: Call) -> str:
     positions = call.positions
     if positions is None:
         return "positions" if call.layout.has_pages else "numbers"
-    return "rows" if positions.by_row else "positions"
+    return "rows" if positions.per_row else "positions"
 
 
 def reached(call: Call) -> bool:

@@ -545,6 +545,6 @@ def _enter(device: int) -> None:
 
 
 def _raise(error: int, of: str) -> None:
-    told = ctypes.c_char_p()
-    driver().cuGetErrorString(error, ctypes.byref(told))
-    raise RuntimeError(f"CUDA refused {of}: {(told.value or b'unknown error').decode()} ({error})")
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(error, ctypes.byref(text))
+    raise RuntimeError(f"CUDA refused {of}: {(text.value or b'unknown error').decode()} ({error})")

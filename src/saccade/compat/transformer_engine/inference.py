@@ -219,7 +219,7 @@ class InferenceParams:
             RuntimeError: too few pages. Neither changes anything.
         """
         if not isinstance(step_dict, Mapping):
-            raise TypeError(f"pre_step takes lengths by name, a dict, got {arguments.told(step_dict)}")
+            raise TypeError(f"pre_step takes lengths by name, a dict, got {arguments.describe(step_dict)}")
         for name, n in step_dict.items():
             arguments.integer(f"the length of {name!r}", n, -(1 << 62))
         if len(step_dict) > self.max_batch_size:

@@ -126,7 +126,7 @@ class EmitOptions(NamedTuple):
     """Reads by distance come from tables of every distance: see `device.distance_tables`."""
     units: tuple[int, ...] = ()
     """`Score.units`, where every key has an element; () elsewhere."""
-    brought: int | None = None
+    tma_tile: int | None = None
     """The one of `Program.own_elements` of which data's last entry is a tile, as it is for these rows and keys."""
 
 
@@ -460,7 +460,7 @@ class Emitter:
         if node.meta["read"] in self._tables:
             return self.table(self._tables.index(node.meta["read"]), (Q, K))
         i = int(str(node.args[0].target)[1:])
-        if i == self.options.brought:
+        if i == self.options.tma_tile:
             return self.keep(f"data[{self._behind(len(self._tables))}].to(tl.float32)", "float", (Q, K))
         dtype, shape = self.program.dtypes[i], self.place_shape(at)
         self.used[f"t{i}"] = f"data[{self.start(i)}]"

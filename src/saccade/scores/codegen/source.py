@@ -48,7 +48,7 @@ def table_source(program: Program, options: EmitOptions, read: Read) -> str:
     return f"{value}\n\n{_place(program, options, read, 'place')}"
 
 
-def level_scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
+def bias_scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
     """`scatter(ADD, sums, data, ds, b, h, distance)`: the same as `scatter`, of scores that are sums of reads by
     distance, for values ds that belong to one distance each."""
     module, reads = program.locals(wanted)
@@ -77,7 +77,7 @@ def reads_tiles(program: Program) -> bool:
     return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)
 
 
-def steady(program: Program) -> bool:
+def unit_slope(program: Program) -> bool:
     """Whether the slope is 1 everywhere."""
     return outputs_of(program.slope.graph)[0] in (1, 1.0)
 

@@ -225,8 +225,8 @@ class _Recorder(TorchFunctionMode):
         if self.called is None or (name in _METADATA and not any(id(x) in self.made for x in given)):
             return
         same = any(result is x for x in given)
-        told = name in _BY_STRIDES or "memory_format" in kwargs or (same and name not in _CONVERSIONS)
-        if type(result) is not Tensor or not given or told:
+        explicit = name in _BY_STRIDES or "memory_format" in kwargs or (same and name not in _CONVERSIONS)
+        if type(result) is not Tensor or not given or explicit:
             self.called = None
             return
         self.called.add(func)

@@ -47,8 +47,8 @@ class WritesRefused(DispatchMode):
                 raise Refused(written_text(func.overloadpacket.__name__, f"{x.dtype} {tuple(x.shape)}"))
 
 
-def written_text(name: str, told: str) -> str:
+def written_text(name: str, how: str) -> str:
     return (
-        f"{name} writes to a captured tensor, {told}, and a function of the score changes nothing: write before the "
+        f"{name} writes to a captured tensor, {how}, and a function of the score changes nothing: write before the "
         "call of attention, or compute a new tensor, such as table = table + 1"
     )

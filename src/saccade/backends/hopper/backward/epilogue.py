@@ -50,8 +50,8 @@ def dq_tile(c: gl.constexpr, n, block, args):
 def store_ds(c: gl.constexpr, desc, tile, n, block, args):
     """Stores ds of consumer c's keys and the rows of step n, where it is the gradient of a captured tensor."""
     h, q_block = block.place(n, args.group)
-    b = block.b if args.gradient.by_row else block.b * 0
-    h = h if args.gradient.by_head else h * 0
+    b = block.b if args.gradient.per_batch_row else block.b * 0
+    h = h if args.gradient.per_head else h * 0
     tma_store(desc, [b, h, q_block * args.kv_blocks.BLOCK_Q, block.start + c * 64], tile)
 
 

@@ -49,7 +49,7 @@ class KVBlock:
     """where its list of q blocks begins, or None"""
     own_number: Value
     """with a list which list it is, and packed which of all kv blocks; else None"""
-    FLAT: gl.constexpr
+    BEYOND: gl.constexpr
     """[core, core_end) are those in reach of the score's tables, and those that need the mask; all others, which come
     after them, do not"""
 
@@ -58,8 +58,8 @@ class KVBlock:
 
     @gluon.jit
     def steps(self, group):
-        """All heads of the share: first their blocks outside of the core, then the core's, head after head; if FLAT the
-        other way round."""
+        """All heads of the share: first their blocks outside of the core, then the core's, head after head; if BEYOND
+        the other way round."""
         if self.block_list is None:
             return group * (self.end - self.first)
         else:
@@ -68,7 +68,7 @@ class KVBlock:
     @gluon.jit
     def edges(self, group):
         """The steps that come first: those that need the mask."""
-        if self.FLAT:
+        if self.BEYOND:
             return group * (self.core_end - self.core)
         elif self.block_list is None:
             return group * (self.end - self.first - (self.core_end - self.core))
@@ -78,7 +78,7 @@ class KVBlock:
     @gluon.jit
     def edge(self, i):
         """A head's i-th q block of those."""
-        if self.FLAT:
+        if self.BEYOND:
             return self.core + i
         elif self.block_list is None:
             return self.outside(i)
@@ -94,7 +94,7 @@ class KVBlock:
     @gluon.jit
     def inner(self, i):
         """A head's i-th q block of the others."""
-        if self.FLAT:
+        if self.BEYOND:
             return self.outside(i)
         else:
             return self.q_block(self.core + i)
@@ -112,12 +112,12 @@ class KVBlock:
         """Head and q block of step n."""
         outer = n < self.edges(group)
         early = outer
-        if self.FLAT:
+        if self.BEYOND:
             outer = n >= self.edges(group)
         inside = self.core_end - self.core
         outside = self.end - self.first - inside
         blocks = gl.where(outer, outside, inside)
-        n -= gl.where(early, 0, group * (inside if self.FLAT else outside))
+        n -= gl.where(early, 0, group * (inside if self.BEYOND else outside))
         place = gl.where(outer, self.first, self.core) + n % blocks
         h = self.share * group + n // blocks
         return h, self.q_block(place + gl.where(outer & (place >= self.core), inside, 0))
@@ -220,10 +220,12 @@ class KVBlocks:
             )
         else:
             first, core, core_end, end = self.visit_range(b, start, rows, keys)
-            FLAT: gl.constexpr = self.score is not None
-            if FLAT:
+            BEYOND: gl.constexpr = self.score is not None
+            if BEYOND:
                 core, core_end = self.in_reach(b, share, start, first, core, core_end, end)
-            return KVBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, FLAT)
+            return KVBlock(
+                b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, BEYOND
+            )
 
     @gluon.jit
     def in_reach(self, b, h, start, first, core, core_end, end):

@@ -210,8 +210,8 @@ def start_q(q, captured_desc, shared, n, block, q_block, args):
         barrier = q.ring.target(stage, q_block.whole)
         mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
         q.copy(stage, barrier, q_block)
-        b = q_block.b if args.captured.by_row else q_block.b * 0
-        h = q_block.h if args.captured.by_head else q_block.h * 0
+        b = q_block.b if args.captured.per_batch_row else q_block.b * 0
+        h = q_block.h if args.captured.per_head else q_block.h * 0
         for c in gl.static_range(2):
             tma_load(
                 captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c)

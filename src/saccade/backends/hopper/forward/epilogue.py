@@ -15,8 +15,8 @@ from saccade.backends.device.descale import factor_at
 from saccade.backends.device.positions import is_packed
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import finite, head, infinite, largest, used_length
-from saccade.backends.hopper.forward.scores import LOWEST_VAST, in_group
-from saccade.backends.hopper.forward.work_tile import FIRST_ROW, PART, THERE
+from saccade.backends.hopper.forward.scores import LOWEST_FINITE, in_group
+from saccade.backends.hopper.forward.work_item import FIRST_ROW, PART, THERE
 from saccade.backends.hopper.ptx import fast_log2
 from saccade.backends.hopper.shim import thread_barrier, tma_store, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, product_layout, store_rows, store_sums
@@ -124,9 +124,9 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
     if len(rows.factors) == 1:
         total = total * ONE_WEIGHT
     if rule.score.linear:  # -inf for all of a row masks it, and what is NaN stays NaN
-        level = rows.terms[2]
-        total = gl.where(level == float("-inf"), 0.0, total + level * 0)
-        row_max = gl.maximum(row_max + level, LOWEST_VAST)
+        bias = rows.terms[2]
+        total = gl.where(bias == float("-inf"), 0.0, total + bias * 0)
+        row_max = gl.maximum(row_max + bias, LOWEST_FINITE)
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
     if sink is not None:
@@ -263,24 +263,24 @@ def passes_unseeing(out, packed):
 
 
 @gluon.jit
-def rows_of_item(shape, tile, i):
+def rows_of_item(shape, item, i):
     """The heads in their group, and the rows, that are the i-th of all of a work item's."""
-    return tile.in_group + i % 64 // shape.ROWS, tile.row + i // 64 * shape.ROWS + i % shape.ROWS
+    return item.in_group + i % 64 // shape.ROWS, item.row + i // 64 * shape.ROWS + i % shape.ROWS
 
 
 @gluon.jit
-def store_unseeing(args, shape, tile):
-    """For one warp: writes the results of a LoadTile whose rows see no key."""
+def store_unseeing(args, shape, item):
+    """For one warp: writes the results of a LoadItem whose rows see no key."""
     ALL: gl.constexpr = 64 * shape.CONSUMERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    first_h = tile.h_k * args.group
+    first_h = item.h_k * args.group
     if args.lse is not None or args.max_scores is not None:
-        used = used_length(args.used_q, tile.b, args.s_q)
+        used = used_length(args.used_q, item.b, args.s_q)
         for start in range(0, ALL, 64):
             # [64]
-            h, row = rows_of_item(shape, tile, start + gl.arange(0, 64, layout))
+            h, row = rows_of_item(shape, item, start + gl.arange(0, 64, layout))
             there = (h < args.group) & (row < args.s_q)
-            place = (tile.b.to(gl.int64) * (args.h_k * args.group) + first_h + h) * args.s_q + row
+            place = (item.b.to(gl.int64) * (args.h_k * args.group) + first_h + h) * args.s_q + row
             nothing = gl.full([64], float("-inf"), gl.float32, layout)
             if args.max_scores is not None:
                 gl.store(args.max_scores + place, nothing, mask=there)
@@ -298,9 +298,9 @@ def store_unseeing(args, shape, tile):
     zeros = gl.zeros([16, WIDTH], x.ptr.dtype.element_ty, wide)
     for start in range(0, ALL, 16):
         # [16]
-        h, row = rows_of_item(shape, tile, start + gl.arange(0, 16, gl.SliceLayout(1, wide)))
+        h, row = rows_of_item(shape, item, start + gl.arange(0, 16, gl.SliceLayout(1, wide)))
         there = (h < args.group) & (row < args.s_q)
-        place = head(x, tile.b, first_h + h, row)
+        place = head(x, item.b, first_h + h, row)
         for first in gl.static_range(0, shape.BLOCK_DV, WIDTH):
             # [WIDTH]: eight columns at a time are there or not
             column = first + gl.arange(0, WIDTH, gl.SliceLayout(0, wide))

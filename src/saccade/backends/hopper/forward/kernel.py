@@ -19,7 +19,7 @@ from saccade.backends.hopper.forward.epilogue import store_results
 from saccade.backends.hopper.forward.load import is_split, load
 from saccade.backends.hopper.forward.scores import (
     LOWEST,
-    LOWEST_VAST,
+    LOWEST_FINITE,
     ScoreRows,
     bounds_of_rows,
     factors_of_rows,
@@ -28,14 +28,14 @@ from saccade.backends.hopper.forward.scores import (
     score_rule,
 )
 from saccade.backends.hopper.forward.transpose import transpose
-from saccade.backends.hopper.forward.work_tile import (
+from saccade.backends.hopper.forward.work_item import (
     BATCH,
     KEYS,
     USED,
     TileScheduler,
     numbers_of_item,
     tile_at,
-    work_tile,
+    work_item,
 )
 from saccade.backends.hopper.pipeline import (
     KEYS_EMPTY,
@@ -209,10 +209,10 @@ def first_softmax(pipe, rows, item, s, captured):
     s = rows.apply_score(s, tile, unit, captured)
     if place >= item.core_end:
         s = rows.apply_mask(s, tile, False)
-    elif rows.rule.mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
+    elif rows.rule.mask.has_lower_bound:  # noqa: SIM102 - known when this is compiled, and the next is not
         if place < item.core:
             s = rows.apply_mask(s, tile, True)
-    LEAST: gl.constexpr = LOWEST_VAST if rows.rule.score.vast else LOWEST
+    LEAST: gl.constexpr = LOWEST_FINITE if rows.rule.score.large_scores else LOWEST
     least = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s.type.layout))
     weights, alpha, row_max = rows.softmax_weights(s, tile, least, unit)
     row_sum = row_sums(weights)
@@ -285,19 +285,19 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
     first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
     more, as does one in the backward (notes/gluon.md)."""
     place = item.end - 1
-    if rows.rule.mask.lower:
+    if rows.rule.mask.has_lower_bound:
         edge = gl.minimum(item.core_end, place)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, False)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, True, True)
-    elif rows.rule.score.flat and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
+    elif rows.rule.score.constant_beyond and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
-        # Those of one level, those in reach, and those of another level.
+        # Those of one bias, those in reach, and those of another bias.
         left, right = tiles_in_reach(args, pipe, rows, item)
-        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, place - 1))
         state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, right, False, False)
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, left, False, False)
-        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, place - 1))
         state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, item.first, False, False)
     else:
         state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
@@ -320,11 +320,11 @@ def tiles_in_reach(args, pipe, rows, item):
 
 
 @gluon.jit
-def level_of_tile(args, pipe, rows, item, tile):
+def bias_of_tile(args, pipe, rows, item, tile):
     """What is added to all scores of a tile beyond the reach."""
     h = item.h_k * args.group + item.in_group
     key = gl.maximum(tile, 0) * pipe.shape.BLOCK_K
-    return rows.rule.score.level(rows.rule.score.data, rows.b, h, item.row, key)
+    return rows.rule.score.bias(rows.rule.score.data, rows.b, h, item.row, key)
 
 
 @gluon.jit
@@ -380,7 +380,7 @@ def consume(c: gl.constexpr, args, pipe):
     at = pipe.slots.record_of(0)
     b = pipe.slots.get(at, BATCH)
     while b >= 0:
-        item = work_tile(c, args, pipe, slot, at, b)
+        item = work_item(c, args, pipe, slot, at, b)
         rows = score_rows(rule, args, pipe, item, at, b)
 
         n = skip_tiles(c, pipe, n, item.hi - item.end)

@@ -13,7 +13,7 @@ from saccade.backends.device.tiles import head
 from saccade.backends.hopper.forward.epilogue import weights_of_rows
 from saccade.backends.hopper.forward.scores import (
     LOWEST,
-    LOWEST_VAST,
+    LOWEST_FINITE,
     ScoreRows,
     bounds_of_rows,
     heads_of_rows,
@@ -120,7 +120,7 @@ def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
     tile = tiles.first + n - tiles.n
     s = rows.apply_score(s, tile, (), ())
     if (tile < tiles.core) | (tile >= tiles.core_end):
-        s = rows.apply_mask(s, tile, rows.rule.mask.lower)
+        s = rows.apply_mask(s, tile, rows.rule.mask.has_lower_bound)
     weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
     p = weights.to(pipe.latent.dtype)
     pipe.hand_over(c, p, row_max, alpha)
@@ -219,7 +219,7 @@ def consume(c: gl.constexpr, args, pipe):
     """Consumer c: every second tile's scores and weights, and one half of the columns of out."""
     rule = score_rule(args.mask, args.score, None, args.scale)
     tile = row_tile(args)
-    LEAST: gl.constexpr = LOWEST_VAST if rule.score.vast else LOWEST
+    LEAST: gl.constexpr = LOWEST_FINITE if rule.score.large_scores else LOWEST
     s_layout: gl.constexpr = product_layout(64, pipe.latent.dtype)
     sums: gl.constexpr = row_sums(gl.zeros([64, 64], gl.float32, s_layout)).type.layout
     begin = tile.number * 0

@@ -70,7 +70,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
-        key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
+        key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.large_scores.value
         launch = launches.get(key)
         if launch is None:
             launch = launches[key] = prepare(call, cut)
@@ -123,9 +123,9 @@ def arguments(
     score: scores.DeviceScore,
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
-    listed = call.mask is not None and call.mask.listed
+    block_sparse = call.mask is not None and call.mask.block_sparse
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, load.record(call), schedule, mask._replace(all_tiles=FLAGS[listed]), score
+    return cache, *results, *spans, load.record(call), schedule, mask._replace(all_tiles=FLAGS[block_sparse]), score
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:
