@@ -108,7 +108,7 @@ def _score(words: list[str]) -> Any:
 
 def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask, with stand-ins for its block lists, or for its table of visits."""
-    mask = masks.record(call)
+    mask = masks.device_args(call)
     if call.mask is None or not call.mask.block_sparse:
         return _with_visits(call, mask) if by_keys and call.bounds_per_row else mask
     empty = torch.empty(16, dtype=torch.int32)

@@ -112,7 +112,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
-        "forward": (out, rows, top, None, descale.record(call)),
+        "forward": (out, rows, top, None, descale.device_args(call)),
         "dkdv": (v, k, v, rows, rows),
         "dk": (v, k, None, rows, rows),
         "dv": (v, None, v, rows, rows),

@@ -71,7 +71,7 @@ def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.d
     return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
 
 
-class Recorder:
+class LaunchRecorder:
     """What `CallKey.recorded` asks a backend for."""
 
     compiles = False
@@ -97,10 +97,10 @@ class Recorder:
 def done(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was replayed."""
     done: list[str] = []
-    recorders: list[Recorder] = []
+    recorders: list[LaunchRecorder] = []
 
-    def recorder() -> Recorder:
-        recorders.append(Recorder(done))
+    def recorder() -> LaunchRecorder:
+        recorders.append(LaunchRecorder(done))
         return recorders[-1]
 
     recorded = replay.CallKey.recorded

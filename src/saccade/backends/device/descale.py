@@ -46,7 +46,7 @@ class DescaleArgs(NamedTuple):
     v: Any
 
 
-def record(call: Call) -> DescaleArgs | None:
+def device_args(call: Call) -> DescaleArgs | None:
     """The device form of a Call's descale, if it has one."""
     if call.descale is None:
         return None

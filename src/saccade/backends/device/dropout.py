@@ -34,12 +34,12 @@ class DeviceDropout(NamedTuple):
     """constexpr"""
 
 
-def record(call: Call) -> DeviceDropout | None:
+def device_args(call: Call) -> DeviceDropout | None:
     """The device form of dropout; None is none."""
     x = call.dropout
     if x is None:
         return None
-    places = positions.record(call)
+    places = positions.device_args(call)
     numbers = x.state, x.threshold - (1 << 31), x.rescale
     return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
 

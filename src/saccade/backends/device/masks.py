@@ -2,7 +2,7 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is not an interval: its
+functions of their parts, so a new leaf is three functions and a line in `device_args`. A predicate is not an interval: its
 hull is everything, and block lists take the place of both (`block_lists.py`).
 """
 
@@ -230,16 +230,16 @@ _INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, pos
 _ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), has_lower_bound=FLAGS[False])
 
 
-def record(call: Call) -> DeviceMask:
+def device_args(call: Call) -> DeviceMask:
     """The device form of a Call's mask; None shows every key. Its constants, parts and all, follow from the mask's
     identity and `has_lower_bound`, which the Call's key holds."""
     mask = call.mask
     if mask is None:
         return _ALL
-    return _record(mask, FLAGS[mask.has_lower_bound], call)._replace(ordered=FLAGS[not call.bounds_per_row])
+    return _device_args(mask, FLAGS[mask.has_lower_bound], call)._replace(ordered=FLAGS[not call.bounds_per_row])
 
 
-def _record(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
+def _device_args(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
     """The same, with the `has_lower_bound` of the whole mask, which its parts share."""
     plain = _leaf(mask, has_lower_bound, call)
     if plain is None:
@@ -250,7 +250,7 @@ def _record(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
     if isinstance(mask, masks.Documents | masks.TensorMask):  # they count from the first row and key
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
-    return DeviceMask(*shape, plain.exact, (plain, positions.record(call)), has_lower_bound=has_lower_bound)
+    return DeviceMask(*shape, plain.exact, (plain, positions.device_args(call)), has_lower_bound=has_lower_bound)
 
 
 def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | None:
@@ -263,7 +263,7 @@ def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | No
         case masks.Prefix(n=Tensor() as n):
             return DeviceMask(*_PREFIXES, (n.contiguous(),), has_lower_bound=has_lower_bound)
         case masks.KeyInterval():
-            return _interval_record(mask, has_lower_bound, call.layout)
+            return _interval_args(mask, has_lower_bound, call.layout)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
@@ -280,11 +280,11 @@ def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | No
 def _combined(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
     match mask:
         case masks.Not():
-            return DeviceMask(*_NOT, (_record(mask.part, has_lower_bound, call),), has_lower_bound=has_lower_bound)
+            return DeviceMask(*_NOT, (_device_args(mask.part, has_lower_bound, call),), has_lower_bound=has_lower_bound)
         case masks.Blocked():
-            return _record(mask.mask, has_lower_bound, call)
+            return _device_args(mask.mask, has_lower_bound, call)
         case masks.And() | masks.Or():
-            first, *rest = (_record(part, has_lower_bound, call) for part in mask.parts)
+            first, *rest = (_device_args(part, has_lower_bound, call) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
@@ -293,7 +293,7 @@ def _combined(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
     raise TypeError(f"no device form of {mask!r}")
 
 
-def _interval_record(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout) -> DeviceMask:
+def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout) -> DeviceMask:
     start, stop, starts = mask.start, mask.stop, layout.cu_seqlens_q
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
         bounds = (runtime_int(x + masks.FARTHEST) for x in (start, stop) if not isinstance(x, Tensor))

@@ -62,7 +62,7 @@ class DevicePositions(NamedTuple):
     k: Offset
 
 
-def record(call: Call) -> DevicePositions | None:
+def device_args(call: Call) -> DevicePositions | None:
     """What functions of positions take for indices; None stands for the numbers of rows and keys."""
     positions, layout = call.positions, call.layout
     if positions is not None:

@@ -1,6 +1,6 @@
 """What a call did, to be done again: the memory that it allocated, and its launches.
 
-A `Recorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and launch
+A `LaunchRecorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and launch
 kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) have these sizes, kernels, grids and numbers,
 and differ in addresses.
 
@@ -156,7 +156,7 @@ class _Started(NamedTuple):
     encodings: Sequence[Encoding]
 
 
-class Recorder(DispatchMode):
+class LaunchRecorder(DispatchMode):
     """Watches a call: `with recorder: …`, in one thread."""
 
     def __init__(self) -> None:
@@ -213,23 +213,23 @@ class Recorder(DispatchMode):
         return Replay(device, made, places.workspace, launches, counter, self.kept)
 
 
-def new_recorder() -> Recorder | None:
+def new_launch_recorder() -> LaunchRecorder | None:
     """None where nothing is compiled, where there is no driver to be asked, and while a CUDA graph is captured, for
     which memory lies elsewhere."""
     if knobs.runtime.interpret or driver() is None or torch.cuda.is_current_stream_capturing():
         return None
-    return Recorder()
+    return LaunchRecorder()
 
 
-def current() -> Recorder | None:
-    """The Recorder that watches this thread."""
+def current() -> LaunchRecorder | None:
+    """The LaunchRecorder that watches this thread."""
     return getattr(_state, "recorder", None)
 
 
 def note_launch(
     compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], encodings: Sequence[Encoding] = ()
 ) -> None:
-    """Tells the Recorder, if there is one, of a launch; `compiled` None: of one that compiles."""
+    """Tells the LaunchRecorder, if there is one, of a launch; `compiled` None: of one that compiles."""
     recorder = current()
     if recorder is not None:
         recorder.started.append(_Started(compiled, grid, arguments, encodings))

@@ -84,7 +84,7 @@ def row_totals_kernel(
 
 def divide_gradients(call: Call, launches: Launches, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
-    a softcap bounds, are not so large. `fast` is as `scores.record` says."""
+    a softcap bounds, are not so large. `fast` is as `scores.device_args` says."""
     if not isinstance(call.score, Traced) or call.scoreless:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()

@@ -140,12 +140,12 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(call: Call, fast: bool = False, tables: Sequence[Any] = (), tma_tile: int | None = None) -> DeviceScore:
+def device_args(call: Call, fast: bool = False, tables: Sequence[Any] = (), tma_tile: int | None = None) -> DeviceScore:
     """The device form of a Call's score modification. All kernels of a call are to have the same tanh: `fast`, or to
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. tma_tile: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""
     score = call.score
-    places = positions.record(call) if isinstance(score, scores.Traced) else None
+    places = positions.device_args(call) if isinstance(score, scores.Traced) else None
     plain = unplaced(score, fast, positions.kind(call), tables, positions.reached(call), tma_tile)
     if places is None:
         return plain

@@ -15,7 +15,7 @@ from saccade.backends import Append
 from saccade.backends.device.descale import DescaleArgs, FactorArgs
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
-from saccade.backends.device.replay import new_recorder as recorder
+from saccade.backends.device.replay import new_launch_recorder as recorder
 from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_tiles import PageTable

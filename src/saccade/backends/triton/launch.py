@@ -38,7 +38,7 @@ def forward(call: Call, launches: Launches, lse: bool = True, tiles: Tiles | Non
         with on_device(q):
             operands = (operand(call, launches, name) for name in ("q", "k", "v"))
             sink = None if call.sink is None else call.sink.contiguous()
-            tensors = (*operands, operand(call, launches, "out", out), row_lse, top, sink, descale.record(call))
+            tensors = (*operands, operand(call, launches, "out", out), row_lse, top, sink, descale.device_args(call))
             _launch("forward", call, launches, tensors, tiles)
     return out, row_lse, top
 
@@ -125,7 +125,7 @@ def _launch(name: str, call: Call, launches: Launches, tensors: tuple[Any, ...],
 def _tile_arguments(name: str, call: Call, launches: Launches, tile: TileConfig) -> tuple[Any, ...]:
     by_keys = name in BY_KEYS
     if by_keys and call.layout.starts_k is not None:  # its programs own no sequence's block
-        return common_arguments(call, masks.record(call))
+        return common_arguments(call, masks.device_args(call))
     return tile_arguments(call, launches, (tile.block_q, tile.block_k), by_keys)
 
 

@@ -74,7 +74,7 @@ def backward(
             processors = multiprocessors(q.device)
             plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)
             launches[key] = plan
-        mask = block_lists.record(call, launches, config.block_q, config.block_k, by_keys=True)
+        mask = block_lists.device_args(call, launches, config.block_q, config.block_k, by_keys=True)
         spans = positions.spans(call, positions.table(call, launches, 1, config.block_k) if packed else None)
         space = workspace(call, launches, plan, mask, spans)
         delta = per_row(call, call.sink is not None)
@@ -138,11 +138,11 @@ def arguments(
     tensors = call.q, call.k, call.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if call.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score = scores.record(call, fast=True, tables=tables, tma_tile=captured and captured.tile.number)
+    score = scores.device_args(call, fast=True, tables=tables, tma_tile=captured and captured.tile.number)
     constant_beyond, sums = FLAGS[plan.constant_beyond], None if biases is None else biases.sums
     found = (None, None) if captured is None else captured.args
     score_args = BackwardScoreArgs(
-        mask, score, scale, constant_beyond, FLAGS[plan.tight], sums, *found, dropout.record(call)
+        mask, score, scale, constant_beyond, FLAGS[plan.tight], sums, *found, dropout.device_args(call)
     )
     rest = packed, own, span_q, span_k, score_args, plan.order, semaphore
     if drawn is None:

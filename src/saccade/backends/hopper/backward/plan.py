@@ -103,7 +103,7 @@ class BackwardConfig:
     def shared_bytes(self, call: Call, captured: bool, tight: bool) -> int:
         """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
         tight: with one place for a tile of values, and for one of long keys, where there are two."""
-        records = masks.record(call), scores.record(call, fast=True), dropout.record(call)
+        records = masks.device_args(call), scores.device_args(call, fast=True), dropout.device_args(call)
         given = runtime_bytes((*records, *positions.spans(call)))
         if isinstance(call.score, Traced):
             given += TABLE_BYTES * len(call.score.program.distance_inputs)

@@ -73,7 +73,7 @@ def forward(
         parts = empty_parts(call, launches)
         distances = distance_tables.tables(call, launches, fast=True)
         captured = captured_rows(call)
-        score = score_record(call, distances, captured)
+        score = score_args(call, distances, captured)
         # What is compiled for, and the Call's key does not hold.
         key = (
             "forward",
@@ -93,7 +93,7 @@ def forward(
         launch, config = cached
         rows = rows_of_a_consumer(call, config.consumers) * config.consumers
         table = None if packed is None else positions.table(call, launches, 0, rows)
-        mask = mask_record(call, launches, config)
+        mask = mask_args(call, launches, config)
         found, rows_found = (None, (row_lse, top)) if parts is None else (load.Parts.of(parts[0]), parts[1:])
         given = arguments(call, out, *rows_found, counter(q.device), table, mask, score, found, captured, arrivals)
         if call.descale is not None and not config.transposer_registers:
@@ -175,8 +175,8 @@ def arguments(
     tensors = rows, lse, max_scores, sink, drawn
     no_descriptor = () if captured else (None,)
     captured_args, arrival_args = captured and captured.args, arrivals and arrivals.args
-    records = load.record(call, parts), mask, score, captured_args, arrival_args, dropout.record(call)
-    return *no_descriptor, *tensors, *positions.spans(call, table), *records, descale.record(call)
+    records = load.device_args(call, parts), mask, score, captured_args, arrival_args, dropout.device_args(call)
+    return *no_descriptor, *tensors, *positions.spans(call, table), *records, descale.device_args(call)
 
 
 def _hides_rows(call: Call) -> bool:
@@ -194,12 +194,12 @@ def _destination(call: Call) -> Tensor:
     return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
 
 
-def mask_record(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
+def mask_args(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if call.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
         block_sparse = call.mask is not None and call.mask.block_sparse
-        return masks.record(call)._replace(all_tiles=masks.FLAGS[block_sparse])
-    return block_lists.record(call, launches, 64 * config.consumers, config.block_k)
+        return masks.device_args(call)._replace(all_tiles=masks.FLAGS[block_sparse])
+    return block_lists.device_args(call, launches, 64 * config.consumers, config.block_k)
 
 
 def prepare(
@@ -326,8 +326,8 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
+def score_args(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(call, fast=True, tables=tables, tma_tile=captured and captured.number)
+    score = scores.device_args(call, fast=True, tables=tables, tma_tile=captured and captured.number)
     return score if call.scale > scores.LEAST_SCALE else scores.without_shortcuts(score)

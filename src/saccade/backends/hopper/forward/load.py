@@ -86,7 +86,7 @@ class Pages(NamedTuple):
     """constexpr: keys are cut in parts"""
 
 
-def record(call: Call, parts: Parts | None = None) -> Pages | None:
+def device_args(call: Call, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
     layout = call.layout
     if not isinstance(layout, Paged):

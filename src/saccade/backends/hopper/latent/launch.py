@@ -17,7 +17,7 @@ from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.hopper.forward import load
-from saccade.backends.hopper.forward.launch import grouped, score_record
+from saccade.backends.hopper.forward.launch import grouped, score_args
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
@@ -66,7 +66,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         cut = launches.get("latent cut")
         if cut is None:
             cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
-        score, mask, spans = score_record(call), masks.record(call), positions.spans(call)
+        score, mask, spans = score_args(call), masks.device_args(call), positions.spans(call)
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
@@ -125,7 +125,7 @@ def arguments(
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
     block_sparse = call.mask is not None and call.mask.block_sparse
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, load.record(call), schedule, mask._replace(all_tiles=FLAGS[block_sparse]), score
+    return cache, *results, *spans, load.device_args(call), schedule, mask._replace(all_tiles=FLAGS[block_sparse]), score
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:
