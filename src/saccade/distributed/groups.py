@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from saccade.scores.recording.compile_constant import callable_of, compile_constant
 from saccade.util import arguments
+from saccade.util.compile_constant import callable_of, compile_constant
 from saccade.util.kept_memory import keep
 
 # What a plan makes once, and what torch.compile meets of it.

@@ -23,7 +23,7 @@ from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
-from saccade.scores.recording.compile_constant import compile_constant
+from saccade.util.compile_constant import compile_constant
 from saccade.util.imports import after_import
 
 

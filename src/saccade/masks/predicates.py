@@ -16,9 +16,9 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
-from saccade.scores.recording.compile_constant import compile_constant
 from saccade.util import arguments
 from saccade.util.caches import derived_from_values
+from saccade.util.compile_constant import compile_constant
 from saccade.util.kept_memory import apart
 
 TILE = 64
@@ -290,7 +290,7 @@ def _identity(own: tuple[bool, ...]) -> str:
 def _program(own: tuple[bool, ...]) -> Any:
     """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
     t = torch.zeros((), dtype=torch.bool, device="cpu").expand([7 if mine else 1 for mine in own])
-    return scores.recorded_predicate(partial(read, t=t, own=own), "tensor").program
+    return scores.traced_predicate(partial(read, t=t, own=own), "tensor").program
 
 
 def of_tensor(t: Tensor) -> Mask:

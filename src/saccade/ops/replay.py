@@ -5,8 +5,8 @@ loop. **A key holds all that the host reads but addresses; a call of which no ke
 first.** So a call whose key is known has passed its checks, and its kernels, grids and sizes are known.
 
 Keys are made of what a caller passes, without a Call: `of_arguments` of those of `attention`, `of_operator` of those of
-a registered operator. A score function is in a key as its recording, **while the proof of that recording holds in this
-call**; tensors and numbers that it captures are read anew. Its address is a guess at that recording, whose proof
+a registered operator. A score function is in a key as its trace, **while the guards of that trace hold in this
+call**; tensors and numbers that it captures are read anew. Its address is a guess at that trace, whose guards
 decides as ever. The first call with a key is noted here, the second one is recorded by the backend
 (`backends/device/replay.py`), all later ones are replayed.
 """
@@ -132,13 +132,13 @@ class CallKey(NamedTuple):
             if self.replay is None:
                 _replays.put(self.key, _ONCE)
             return work()
-        recorder = None if any(map(on_host, self.operands)) else module.recorder()  # whose numbers the host may read
-        if recorder is None:
+        mode = None if any(map(on_host, self.operands)) else module.mode()  # whose numbers the host may read
+        if mode is None:
             return work()
-        with recorder:
+        with mode:
             results = work()
-        replay = recorder.replay([*self.operands, *more], results)
-        if replay is not None or not recorder.compiles:
+        replay = mode.replay([*self.operands, *more], results)
+        if replay is not None or not mode.compiles:
             _replays.put(self.key, replay or _NEVER)
         return results
 
@@ -301,28 +301,28 @@ _PART = "part_of_a_key"
 
 
 class _Guess(NamedTuple):
-    """The recording of an earlier call with a function at this address. It is this call's too where its proof holds,
+    """The trace of an earlier call with a function at this address. It is this call's too where its guards hold,
     which decides what the function is."""
 
     inputs: Callable[[Any], Any]
-    recording: Hashable
+    trace: Hashable
 
 
 def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
-    """None of a function without a proof."""
+    """None of a function without guards."""
     if type(score_mod) is Softcap:
         return _Part(struct.pack("d", score_mod.cap), ())
     at = id(score_mod), torch.is_grad_enabled(), torch.get_default_dtype(), q.device, q.dtype
     guess = _guesses.get(at)
     if guess is not None and (now := guess.inputs(score_mod)) is not None:
-        return _Part(guess.recording, now[0])
-    if (found := scores.proven(score_mod, q)) is None:
+        return _Part(guess.trace, now[0])
+    if (found := scores.guarded(score_mod, q)) is None:
         return None
-    recording, captures, numbers, inputs = found
-    recording = recording, _bits(*numbers)
+    trace, captures, numbers, inputs = found
+    trace = trace, _bits(*numbers)
     if inputs is not None:
-        _guesses.put(at, _Guess(inputs, recording))
-    return _Part(recording, captures)
+        _guesses.put(at, _Guess(inputs, trace))
+    return _Part(trace, captures)
 
 
 # Calls of the operators, as compiled models make them, and of backwards.

@@ -19,7 +19,7 @@ from saccade.masks import UNBOUNDED, And, Blocked, Documents, Mask, Or, Prefix, 
 from saccade.scores import Score, Traced
 from saccade.scores.codegen.program import Program, cache, constant_of
 from saccade.scores.codegen.ranges import LONGEST, spread
-from saccade.scores.recording.trace import name_of, shallow
+from saccade.scores.tracing.lowering import name_of, shallow
 from saccade.util.caches import BoundedCache
 
 # Scores that mask keys by their distance: `where(q_idx >= kv_idx, rest, -inf)` is a window, and a rest.

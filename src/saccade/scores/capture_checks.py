@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import program_of
 from saccade.scores.library import Ready
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.tape import TILE
+from saccade.scores.tracing.tape import TILE
+from saccade.util.compile_constant import compile_constant
 
 
 class Sizes(NamedTuple):

@@ -276,12 +276,12 @@ def score_graph(score: Score, gradient: bool) -> ScoreGraph:
         NoCallback: the score is another function, or has no derivative of its own.
     """
     program = score.program if isinstance(score, Traced) else None
-    if program is None or program.recorded is None:
+    if program is None or program.callbacks is None:
         raise NoCallback(
             "takes score functions only as callbacks (saccade.compat.cudnn.score_callback) whose tensors combine with "
             f"scores, not {score.kind}"
         )
-    forward, backward = program.recorded
+    forward, backward = program.callbacks
     if gradient and backward is None:
         raise NoCallback(f"needs a score_mod_bprop for the gradients of {score.kind}")
     key = "cudnn", gradient

@@ -195,8 +195,9 @@ def gradients(
     biases: BiasSums | None = None,
     made: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Sequence[Tensor | None]:
-    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.device_args` says;
-    biases: what the main kernel has added up already; made: gradients that it has stored, by the tensors' numbers.
+    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.device_args`
+    says; biases: what the main kernel has added up already; made: gradients that it has stored, by the tensors'
+    numbers.
 
     A launch of its own: only calls that capture parameters pay for it. Where every score has an element of a tensor to
     itself, its gradient is stored there. Others add up: atomics add float32 sums in any order, and for a deterministic

@@ -2,8 +2,8 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `device_args`. A predicate is not an interval: its
-hull is everything, and block lists take the place of both (`block_lists.py`).
+functions of their parts, so a new leaf is three functions and a line in `device_args`. A predicate is not an interval:
+its hull is everything, and block lists take the place of both (`block_lists.py`).
 """
 
 # pyright: reportCallIssue=false

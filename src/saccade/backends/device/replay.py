@@ -1,8 +1,8 @@
 """What a call did, to be done again: the memory that it allocated, and its launches.
 
-A `LaunchRecorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and launch
-kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) have these sizes, kernels, grids and numbers,
-and differ in addresses.
+A `LaunchRecorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and
+launch kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) have these sizes, kernels, grids and
+numbers, and differ in addresses.
 
 Triton's launcher goes over all arguments of a kernel, dozens of them, and asks the driver about every pointer. A Replay
 packs the parameters of each kernel once. Later it writes addresses alone, and asks CUDA's driver itself. Memory of a
@@ -124,7 +124,7 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# Recording.
+# Recording launches.
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {

@@ -215,7 +215,7 @@ class Node:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"values of a score callback's graph have no {name}: a recording serves every shape, and a value has "
+            f"values of a score callback's graph have no {name}: a trace serves every shape, and a value has "
             "set_data_type, get_data_type and set_name; operations are called on the graph, as graph.mul(a=…, b=…)"
         )
 
@@ -229,7 +229,7 @@ class Graph:
     Raises:
         AttributeError: an operation that is not pointwise.
         TypeError: arguments that the operation does not have.
-        ValueError: a value of another graph, such as one kept from a callback's last recording.
+        ValueError: a value of another graph, such as one kept from a callback's last trace.
     """
 
     def __init__(self) -> None:
@@ -306,9 +306,9 @@ _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class CallbackRecording(Named):
+class CallbackGraph(Named):
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
-    first where one is among its inputs. Equal recordings compute the same."""
+    first where one is among its inputs. Equal traces compute the same."""
 
     name: str
     steps: tuple[GraphStep, ...]
@@ -323,7 +323,7 @@ class CallbackRecording(Named):
         return self._hash
 
     @staticmethod
-    def of(name: str, output: Any, derivative: bool) -> CallbackRecording:
+    def of(name: str, output: Any, derivative: bool) -> CallbackGraph:
         """The steps that a callback's result needs.
 
         Raises:
@@ -337,7 +337,7 @@ class CallbackRecording(Named):
                 needed.update(steps[place].inputs)
         order = sorted(needed)
         needed_steps = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
-        return CallbackRecording(name, tuple(needed_steps), derivative)
+        return CallbackGraph(name, tuple(needed_steps), derivative)
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         gradient, arguments = arguments[0], arguments[self.derivative :]

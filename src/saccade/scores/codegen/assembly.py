@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.codegen.ranges import modulo
-from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import TILE_SHAPES, aten, in_order, name_of, outputs_of
+from saccade.scores.tracing.lowering import TILE_SHAPES, aten, in_order, name_of, outputs_of
+from saccade.scores.tracing.tape import TILE
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))

@@ -23,8 +23,8 @@ from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, limits_of, modulo, range_of, within
-from saccade.scores.recording.tape import TILE, Refused, broadcast_shape
-from saccade.scores.recording.trace import TILE_SHAPES, K, Q, in_order, name_of
+from saccade.scores.tracing.lowering import TILE_SHAPES, K, Q, in_order, name_of
+from saccade.scores.tracing.tape import TILE, Refused, broadcast_shape
 
 
 def literal(x: float) -> str:

@@ -22,7 +22,7 @@ from torch import fx
 from saccade.scores.codegen.emitter import EmitOptions, Emitter, Value
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import limits_of
-from saccade.scores.recording.trace import name_of, outputs_of, shallow
+from saccade.scores.tracing.lowering import name_of, outputs_of, shallow
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"

@@ -22,11 +22,9 @@ from torch import Tensor, fx
 
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.codegen.distances import by_distance, depends_on
-from saccade.scores.recording.advice import NO_DERIVATIVE, refusal_of
-from saccade.scores.recording.recorder import Recording, error_text
-from saccade.scores.recording.tape import TILE, Refused
-from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of, trace
-from saccade.scores.recording.tracer import Tracer
+from saccade.scores.tracing.lowering import K, Q, Raw, Tracer, aten, in_order, lower, name_of, outputs_of
+from saccade.scores.tracing.tape import NO_DERIVATIVE, TILE, Refused, refusal_of
+from saccade.scores.tracing.trace import Trace, error_text
 from saccade.util.caches import BoundedCache, CacheInfo, lazily
 
 
@@ -34,7 +32,7 @@ class Program:
     """What a score function computes. Its graphs take score, b, h, q_idx, kv_idx, the captured tensors, the numbers,
     and the numbers once more as tensors of no dimensions."""
 
-    recorded: Any = None
+    callbacks: Any = None
     """`ProgramCallbacks`, if it was made of callbacks."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
@@ -311,7 +309,7 @@ def _shrink_backward(grad: Tensor, x: Tensor, lambd: Any) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(grad), grad)
 
 
-# The Programs of this process: each new recording is lowered once, by one thread at a time. No user code runs here. A
+# The Programs of this process: each new trace is lowered once, by one thread at a time. No user code runs here. A
 # fork waits until a lowering ends, so that a child process finds nothing half done.
 
 
@@ -319,7 +317,7 @@ T = TypeVar("T")
 
 
 class _ProgramCache:
-    """Programs by the keys of recordings, and by their identities."""
+    """Programs by the keys of traces, and by their identities."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -327,18 +325,18 @@ class _ProgramCache:
         self.by_identity: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
         self.lowered = 0
 
-    def program(self, recording: Recording, name: str) -> Program:
-        key = name, recording.key
+    def program(self, trace: Trace, name: str) -> Program:
+        key = name, trace.key
         program = self.programs.get(key)
         if program is None:
             with self.lock:
-                program = self.programs.get(key) or self.programs.put(key, self._lower(recording, name))
+                program = self.programs.get(key) or self.programs.put(key, self._lower(trace, name))
         return program
 
-    def _lower(self, recording: Recording, name: str) -> Program:
+    def _lower(self, trace: Trace, name: str) -> Program:
         self.lowered += 1
         # Equal programs are one, so that they share what is compiled.
-        return self.unique(_in_thread(lambda: Program(name, trace(recording), recording.tape.dtype)))
+        return self.unique(_in_thread(lambda: Program(name, lower(trace), trace.tape.dtype)))
 
     def derive(self, program: Program, key: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, once for each program. It runs as a lowering does."""
@@ -394,7 +392,7 @@ def program_of(identity: str) -> Any:
 
 
 def cache_info() -> CacheInfo:
-    """How many recordings of score functions were known, and how many had to be traced.
+    """How many traces of score functions were known, and how many had to be traced.
 
     >>> cache_info().maxsize
     256

@@ -1,7 +1,7 @@
 """Programs as text, which exported graphs carry into other processes, and back.
 
-The text is the graph of aten operations that a recording became. Reading it traces the same operations again, with the
-checks of every recording: nothing else in a file is run.
+The text is the graph of aten operations that a trace became. Reading it traces the same operations again, with the
+checks of every trace: nothing else in a file is run.
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.codegen.program import Program, cache, program_of
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.trace import Raw
+from saccade.scores.tracing.lowering import Raw
+from saccade.util.compile_constant import compile_constant
 
 NONE = "-"
 _NAMESPACES = "aten", "prims", "saccade"

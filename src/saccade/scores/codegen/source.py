@@ -16,7 +16,7 @@ from saccade.scores.codegen.assembly import Read
 from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, outputs_of
+from saccade.scores.tracing.lowering import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 

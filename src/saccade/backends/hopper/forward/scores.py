@@ -113,8 +113,8 @@ def positive(factor):
 
 @gluon.jit
 def heads_of_rows(item, group, i, ROWS: gl.constexpr):
-    """The query head of rows i of an item that begins with head `item.in_group` of its key head. Rows of no head of that
-    group read what its last one does, as there may be nothing behind; see `in_group`."""
+    """The query head of rows i of an item that begins with head `item.in_group` of its key head. Rows of no head of
+    that group read what its last one does, as there may be nothing behind; see `in_group`."""
     h = item.h_k * group + item.in_group + i // ROWS
     if ROWS < 64:
         h = gl.minimum(h, item.h_k * group + group - 1)

@@ -125,7 +125,15 @@ def arguments(
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
     block_sparse = call.mask is not None and call.mask.block_sparse
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, load.device_args(call), schedule, mask._replace(all_tiles=FLAGS[block_sparse]), score
+    return (
+        cache,
+        *results,
+        *spans,
+        load.device_args(call),
+        schedule,
+        mask._replace(all_tiles=FLAGS[block_sparse]),
+        score,
+    )
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:

@@ -1,6 +1,6 @@
-"""Recording inside torch.compile: Dynamo itself follows the user's function, on tensors of a class of ours.
+"""Tracing inside torch.compile: Dynamo itself follows the user's function, on tensors of a class of ours.
 
-Its guards are the proof that a recording holds, and captured values become inputs of the graph. A tape is made of
+Its guards decide how long a trace holds, and captured values become inputs of the graph. A tape is made of
 Python lists; what a Program needs of it is a constant.
 """
 
@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.scores.recording.advice import BEHIND
-from saccade.scores.recording.autograd_functions import followed
-from saccade.scores.recording.compile_constant import compile_constant, exports, word_of
-from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
-from saccade.scores.recording.recorder import WRITES, refusal
-from saccade.scores.recording.tape import Refused, Tape, any_size, is_itself, refuse, target_dtype
-from saccade.scores.recording.writes import written_text
+from saccade.scores.tracing.autograd_functions import check_outside_of_functions, follow_functions, followed
+from saccade.scores.tracing.tape import BEHIND, Refused, Tape, any_size, is_itself, refuse, target_dtype
+from saccade.scores.tracing.trace import WRITES, refusal, written_text
+from saccade.util.compile_constant import compile_constant, exports, word_of
 
 
 class Symbol(Tensor):
@@ -34,7 +31,7 @@ class Symbol(Tensor):
 
 
 def symbol(tape: Tape, place: int) -> Any:
-    # Without values: what torch computes of them behind our back is noticed (`record`).
+    # Without values: what torch computes of them behind our back is noticed (`trace_function`).
     with torch._C.DisableTorchFunctionSubclass():
         stand_in = torch.empty((), device="meta").as_subclass(Symbol)
     stand_in.tape, stand_in.place = tape, place
@@ -165,7 +162,7 @@ def _effects(allowed: bool) -> bool:
     return before
 
 
-def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
+def trace_function(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     follow_functions(Symbol, applied)
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
@@ -213,6 +210,6 @@ def _kinds(arguments: Any, kinds: dict[int, str]) -> None:
 
 @compile_constant
 def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, place: int) -> torch.dtype:
-    from saccade.scores.recording.replay import form_of
+    from saccade.scores.tracing.lowering import form_of
 
     return form_of(stand_in_tape(steps, forms, dtype), place)[0]

@@ -1,26 +1,150 @@
-"""Runs a tape again, on tensors of the shapes of a tile. The graph of a function is traced from this run.
+"""Runs a function and writes down the operations of aten that it consists of.
 
-Every value is one number for each score, a tensor that broadcasts to a tile, or a row of them: a `Row` is read of a
-captured tensor that has fewer indices than dimensions, computed with, and reduced or indexed. Rows are unrolled here,
-and later stages do not know them.
+`make_fx` does the same on fake tensors, for which it imports torch's compiler. That takes longer than importing torch.
 """
+
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOptionalSubscript=false, reportCallIssue=false
+# pyright: reportOptionalIterable=false, reportReturnType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from saccade.scores.recording.advice import BEHIND, refusal_of
-from saccade.scores.recording.recorder import error_text, line_of
-from saccade.scores.recording.tape import WIDEST, Refused, Tape, any_size, broadcast_shape, element, read
-from saccade.scores.recording.tracer import Tracer
+from saccade.scores.tracing.tape import (
+    BEHIND,
+    READS,
+    TILE,
+    WIDEST,
+    Refused,
+    Tape,
+    any_size,
+    broadcast_shape,
+    element,
+    read,
+    refusal_of,
+)
+from saccade.scores.tracing.trace import Trace, error_text, line_of, user_line
+from saccade.util.imports import DispatchMode
+
+aten = torch.ops.aten
+_UNKNOWN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# By torch's isclose into truths that only it sees: the tensor stands for the new value from there on. Functions that
+# write in place themselves are refused while they are recorded.
+_UNSEEN_WRITES: dict[Any, Any] = {
+    aten.bitwise_and_.Tensor: aten.bitwise_and.Tensor,
+    aten.bitwise_or_.Tensor: aten.bitwise_or.Tensor,
+}
+_ALIKE = ({torch.float32}, {torch.float64})
+
+
+class Tracer(DispatchMode):
+    """Sees what torch does below autograd, derivatives too. Operations in `decompositions` are replaced by others, as
+    are those that torch defines by others.
+
+    Each operation runs once, on small tensors, of which the graph knows shapes and dtypes alone. What they hold is
+    arbitrary, but for integers, which are 1, so that they divide. What would depend on it is refused."""
+
+    line: str | None = None
+    """The line of the user's code that the next nodes belong to."""
+
+    def __init__(self, decompositions: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.graph, self.decompositions = fx.Graph(), decompositions or {}
+
+    def trace(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Graph:
+        """The graph of a function of so many tensors; it takes their shapes and dtypes."""
+        ones = [torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for x in inputs]
+        values = [self._known(self.graph.placeholder(f"x{i}"), x) for i, x in enumerate(ones)]
+        with self:
+            result = function(*values)
+        self.graph.output(tree_map_only(Tensor, self._node, result))
+        return self.graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            known = self.decompositions.get(func)
+            result = NotImplemented if known is None else _bare(known, func, args, kwargs)(*args, **kwargs)
+            result = func.decompose(*args, **kwargs) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        name = func.overloadpacket.__name__
+        if name in READS or (not _UNKNOWN.isdisjoint(func.tags) and not _reads_elements(func, args)):
+            raise Refused(refusal_of(name))
+        given, named = tree_map_only(Tensor, self._node, (args, kwargs))
+        node = self.graph.create_node("call_function", _UNSEEN_WRITES.get(func, func), given, named, name)
+        result = func(*(_in_range(*args) if name == "index" else args), **kwargs)
+        if not isinstance(result, (Tensor, tuple, list)):  # a bool, of what torch's own transforms ask
+            raise Refused(refusal_of(name, BEHIND))
+        if not any(x.alias_info for x in func._schema.returns):
+            tree_map_only(Tensor, _set_integers, result)
+        return self._known(node, result)
+
+    def _known(self, node: fx.Node, result: Any) -> Any:
+        """A result, which knows its node from here on."""
+        node.meta["val"] = tree_map_only(Tensor, _described, result)
+        if self.line:
+            node.meta["stack_trace"] = self.line
+        if isinstance(result, Tensor):
+            result.traced_as = node  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            for i, x in enumerate(result):
+                self._known(self.graph.call_function(operator.getitem, (node, i)), x)
+        return result
+
+    def _node(self, x: Tensor) -> fx.Node:
+        node = getattr(x, "traced_as", None)
+        if node is None:  # a number of torch's own, which it makes unseen
+            node = self.graph.call_function(aten.full.default, ([1] * x.dim(), x.item()), {"dtype": x.dtype})
+            self._known(node, x)
+        return node
+
+
+def _bare(decomposition: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """A decomposition without what torch wraps around it, which imports sympy or the compiler to give operands one
+    dtype, one shape, and the result theirs: where they have, it changes nothing."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    alike = {x.dtype for x in tensors} in _ALIKE and len({x.shape for x in tensors}) == 1
+    return inspect.unwrap(decomposition) if alike and not func._schema.is_mutable else decomposition
+
+
+def _reads_elements(func: Any, args: Any) -> bool:
+    """Whether an index reads as many elements as it has; one of bools reads those that are true."""
+    return func is aten.index.Tensor and all(x is None or x.dtype not in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _in_range(table: Tensor, at: Sequence[Any]) -> tuple[Tensor, Any]:
+    """A table that has an element where it is read."""
+    shape = [n or 1 for n in table.shape]
+    return table.new_zeros(()).expand(shape), [None if x is None else torch.zeros_like(x) for x in at]
+
+
+def _described(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _set_integers(x: Tensor) -> None:
+    if not x.is_floating_point():
+        x.fill_(1)
+
+
+# Runs a tape again, on tensors of the shapes of a tile. The graph of a function is traced from this run.
+#
+# Every value is one number for each score, a tensor that broadcasts to a tile, or a row of them: a `Row` is read of a
+# captured tensor that has fewer indices than dimensions, computed with, and reduced or indexed. Rows are unrolled here,
+# and later stages do not know them.
 
 
 class Row:
@@ -345,3 +469,158 @@ def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
         Tracer().trace(run, [*tile, *tensors, *numbers])
     value = values[place]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())
+
+
+# From a trace to a graph of pointwise operations and of reads of captured tensors.
+#
+# The trace runs again on small tensors, of the shapes of a tile with broadcasting indices: score (Q, K), b and h
+# (1, 1), q_idx (Q, 1), kv_idx (1, K). All of it must be pointwise, or a read of a captured tensor at computed indices.
+
+# torch.fx types the arguments of nodes as unions of everything.
+
+Q, K = 61, 67
+"""Of the tile that is traced: primes, so that no captured tensor fits it by accident."""
+TILE_SHAPES = dict(zip(TILE, ((Q, K), (1, 1), (1, 1), (Q, 1), (1, K)), strict=True))
+
+_ALSO_POINTWISE = frozenset((
+    "__and__", "__or__", "_to_copy", "alias", "attached", "detach", "fill", "float_power", "floor_divide", "full_like",
+    "hardswish", "leaky_relu", "lift_fresh", "lift_fresh_copy", "log_sigmoid_forward", "masked_fill", "ones_like",
+    "rsub", "scalar_tensor", "where", "zeros_like",
+))  # fmt: skip
+"""Operations that torch does not tag as pointwise."""
+_REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
+_NO_INDEX = "the score and the indices are one value each, and cannot be indexed; captured tensors can"
+
+
+class Raw:
+    """One run of the function as a graph, its nodes sorted: `tile` depends on score or indices, `tensor` on captured
+    tensors alone, `number` on numbers alone."""
+
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        tile: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[Tensor],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.inputs = len(tensors), len(numbers)
+        with torch.no_grad():
+            graph = (tracer or Tracer()).trace(run, [*tile, *tensors, *numbers])
+        self.module = fx.GraphModule(torch.nn.Module(), graph)
+        _constants_from_nothing(self.module.graph)
+        self.module.graph.eliminate_dead_code()
+        self.sort()
+
+    def sort(self) -> None:
+        nodes = list(self.module.graph.nodes)
+        for i, node in enumerate(x for x in nodes if x.op == "placeholder"):
+            node.meta["kind"] = "tile" if i < 5 else "tensor" if i < 5 + self.inputs[0] else "number"
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            kinds = {x.meta["kind"] for x in node.all_input_nodes}
+            scalar = isinstance(node.meta["val"], Tensor) and node.meta["val"].numel() == 1
+            kind = "tile" if "tile" in kinds else "tensor" if "tensor" in kinds or not scalar else "number"
+            node.meta["kind"] = kind
+            if kind == "tile" and (error := _node_error(node)):
+                raise Refused(error, node.meta.get("stack_trace"))
+
+
+def _node_error(node: fx.Node) -> str | None:
+    """Why an operation on tiles cannot be part of a score function, or None."""
+    name = name_of(node)
+    shape = tuple(node.meta["val"].shape) if isinstance(node.meta["val"], Tensor) else None
+    if node.target is operator.getitem:
+        return None
+    if name.endswith("_") and not name.endswith("__"):
+        return f"{name} writes in place; write a new value, such as x = x.{name[:-1]}(…)"
+    if name == "index":
+        table, at = node.args
+        if table.meta["kind"] == "tile":
+            return _NO_INDEX
+        if len(at) == table.meta["val"].dim() and all(i is not None for i in at):
+            return None
+        read = f"a captured tensor of shape {tuple(table.meta['val'].shape)} is read with {len(at)} indices"
+        return f"{read}; it needs one for each dimension"
+    if not _is_pointwise(name, node.target):
+        reduces = shape is not None and len(shape) < 2
+        return refusal_of(name, _REDUCTION) if reduces else refusal_of(name)
+    for x in node.all_input_nodes:
+        val = x.meta["val"]
+        if x.meta["kind"] == "tensor" and val.numel() != 1:
+            return (
+                f"a captured tensor of shape {tuple(val.shape)} meets the score without an index: "
+                "write table[b, h, q_idx, kv_idx], as its dimensions are"
+            )
+    if shape is not None and shape not in {(Q, K), (Q, 1), (1, K), (1, 1)}:
+        return f"{name} makes the shape {shape} of tiles"
+    return None
+
+
+def _is_pointwise(name: str, target: Any) -> bool:
+    if "airy" in name or "polynomial" in name:  # torch has no derivatives of these, and does not say so
+        return False
+    return name in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _constants_from_nothing(graph: fx.Graph) -> None:
+    """Replaces `b.new_ones(())`, which depends on b by its device alone, by a constant."""
+    for node in list(graph.nodes):
+        name = name_of(node) if node.op == "call_function" else ""
+        if name in ("new_ones", "new_zeros", "new_full") and node.meta["val"].dim() == 0:
+            dtype = node.meta["val"].dtype
+            value = node.args[2] if name == "new_full" else name == "new_ones"
+            with graph.inserting_before(node):
+                number = bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
+                constant = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": dtype})
+            constant.meta = dict(node.meta)
+            node.replace_all_uses_with(constant)
+
+
+def lower(trace: Trace) -> Raw:
+    """
+    Raises:
+        Refused: the trace cannot become a graph; says what to write instead.
+    """
+    tape, tracer = trace.tape, Tracer()
+
+    def watch(line: tuple[str, int] | None) -> None:
+        tracer.line = line_of(line)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors, numbers = inputs[5 : 5 + len(tape.tensors)], inputs[5 + len(tape.tensors) :]
+        return tuple(replay(tape, trace.outputs, inputs[:5], tensors, numbers, watch))
+
+    try:
+        return Raw(run, *zeros_like_inputs(tape, TILE_SHAPES.values()), tracer)
+    except Refused:
+        raise
+    except Exception as failed:
+        raise Refused(error_text(failed), user_line(failed)) from failed
+
+
+def name_of(node: fx.Node) -> str:
+    target: Any = node.target
+    return target._schema.name.partition("::")[2] if hasattr(target, "_schema") else str(target)
+
+
+def outputs_of(graph: fx.Graph) -> Any:
+    return graph.output_node().args[0]
+
+
+def shallow(graph: fx.Graph) -> bool:
+    """Whether a graph is small enough for patterns that are looked for by recursion."""
+    return len(graph.nodes) <= 200
+
+
+def in_order(node: fx.Node, needed: Callable[[fx.Node], Iterable[Any]], done: Container[fx.Node]) -> Iterator[fx.Node]:
+    """A node and all that it needs, but for what is made already, in topological order. No recursion: a score function
+    may be a chain of more operations than Python has frames."""
+    waiting = [] if node in done else [node]
+    while waiting:
+        missing = [x for x in needed(waiting[-1]) if isinstance(x, fx.Node) and x not in done]
+        if missing:
+            waiting += reversed(missing)
+        elif (last := waiting.pop()) not in done:
+            yield last

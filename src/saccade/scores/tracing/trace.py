@@ -1,4 +1,4 @@
-"""A recording: what a function of the score computes, known from running it on stand-ins for its arguments.
+"""A trace: what a function of the score computes, known from running it on stand-ins for its arguments.
 
 The five arguments are stand-ins, and so are the results of operations on them: each operation is a step of a tape.
 Numbers, strings and captured tensors are themselves, and torch computes at once what depends on tensors alone. A tensor
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from saccade.scores.recording.advice import BEHIND
-from saccade.scores.recording.autograd_functions import (
+from saccade.scores.tracing.autograd_functions import (
     NOT_GIVEN,
     Unseen,
     applying,
@@ -27,8 +27,8 @@ from saccade.scores.recording.autograd_functions import (
     seen_functions,
     steps_of,
 )
-from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, is_itself, target_dtype
-from saccade.scores.recording.writes import WritesRefused
+from saccade.scores.tracing.tape import ARITHMETIC, BEHIND, TILE, Refused, Tape, is_itself, target_dtype
+from saccade.util.imports import DispatchMode
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -86,7 +86,7 @@ class Computed(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Recording(NamedTuple):
+class Trace(NamedTuple):
     """The result of one run of a function."""
 
     tape: Tape
@@ -99,14 +99,14 @@ class Recording(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for recordings of one program."""
+        """Equal for traces of one program."""
         tape = self.tape
         return tuple(tape.steps), self.outputs, tuple(tape.forms), tape.dtype, torch.get_default_dtype()
 
 
-def record(
+def trace_function(
     fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1, reads_numbers: bool = True
-) -> Recording:
+) -> Trace:
     """Runs a function of (score, b, h, q_idx, kv_idx) once.
 
     Raises:
@@ -114,24 +114,24 @@ def record(
     """
     try:
         if not _met:
-            return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
+            return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
     except Unseen:
         _met.append(True)
     with seen_functions(StandIn, _applied):
-        return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
+        return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
 
 
 _met: list[bool] = []
-"""Whether a recording has met a torch.autograd.Function."""
+"""Whether a trace has met a torch.autograd.Function."""
 
 
-def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Recording:
-    recorder = _Recorder(tape, sees)
+def _traced(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Trace:
+    mode = _TraceMode(tape, sees)
     try:
-        with recorder:
+        with mode:
             results = fn(*[_stand_in(tape, i) for i in range(5)])
-        if recorder.refused is not None:  # and the function caught it
-            raise recorder.refused
+        if mode.refused is not None:  # and the function caught it
+            raise mode.refused
         results = results if outputs > 1 and type(results) is tuple else (results,)
         if len(results) != outputs or not all(isinstance(x, Tensor) for x in results):
             got = type(results[0]).__name__ if isinstance(results[0], (tuple, list)) else repr(results[0])
@@ -139,7 +139,7 @@ def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> R
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
         arguments = tuple([tape.argument(x, True) for x in results])
-        return Recording(tape, arguments, recorder.called, recorder.made)
+        return Trace(tape, arguments, mode.called, mode.made)
     except Refused as refused:
         refused.line = refused.line or user_line(refused)
         raise
@@ -147,7 +147,7 @@ def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> R
         raise Refused(error_text(failed), user_line(failed)) from failed
 
 
-_RECORD = _recorded.__code__
+_RECORD = _traced.__code__
 _BY_ANOTHER_NAME = (
     "a torch.autograd.Function is called by a name that its apply was given, which cannot be recorded: write "
     "Clip.apply(score), not clip = Clip.apply"
@@ -158,7 +158,7 @@ def _applied(function: Any, args: Any) -> Any:
     return followed(StandIn, _stand_in, _dtype, function.__name__, steps_of(function), args)
 
 
-class _Recorder(TorchFunctionMode):
+class _TraceMode(TorchFunctionMode):
     """Sees every call of torch while a function runs."""
 
     def __init__(self, tape: Tape, sees: bool) -> None:
@@ -306,7 +306,7 @@ def _dtype(x: StandIn) -> torch.dtype:
 
 
 def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
-    from saccade.scores.recording.replay import form_of
+    from saccade.scores.tracing.lowering import form_of
 
     return form_of(x.tape, x.place)
 
@@ -387,3 +387,49 @@ def user_line(failed: BaseException) -> str | None:
 
 def line_of(place: tuple[str, int] | None) -> str | None:
     return place and f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+
+
+# Writes of a function to memory that was there before it ran: refused before they happen.
+
+
+_NEW = (torch.ops.aten.lift_fresh.default,)
+"""Operations that return their argument, which torch has just made."""
+
+
+class WritesRefused(DispatchMode):
+    """Calls of torch that may write to tensors made in here, and to no others.
+
+    A tensor is made in here where an operation returns it and, by its schema, it is no view of an argument. All
+    writes of torch's operations are in their schemas, whatever the user calls them by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}
+        """Storages, which stay alive, so that no other has their address."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._check(func, named.get(argument.name))
+        result = func(*args, **kwargs)
+        if func in _NEW or not any(x.alias_info for x in func._schema.returns):
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and x.layout == torch.strided:
+                    storage = x.untyped_storage()
+                    self.made[storage._cdata] = storage
+        return result
+
+    def _check(self, func: Any, written: Any) -> None:
+        for x in tree_leaves(written):
+            if isinstance(x, Tensor) and (x.layout != torch.strided or x.untyped_storage()._cdata not in self.made):
+                raise Refused(written_text(func.overloadpacket.__name__, f"{x.dtype} {tuple(x.shape)}"))
+
+
+def written_text(name: str, how: str) -> str:
+    return (
+        f"{name} writes to a captured tensor, {how}, and a function of the score changes nothing: write before the "
+        "call of attention, or compute a new tensor, such as table = table + 1"
+    )
