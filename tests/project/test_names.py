@@ -12,7 +12,7 @@ FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("
 
 MOST_PARAMETERS = {"helper": 12, "kernel": 28}
 
-NO_SYMBOLS = "backends", "testing", *(f"scores/tracing/{x}.py" for x in ("replay", "trace", "tracer"))
+NO_SYMBOLS = "backends", "testing", "scores/tracing/lowering.py"
 """What torch.compile and exports never follow: it runs inside of operators, or on small tensors of known shapes."""
 
 

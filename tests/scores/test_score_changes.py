@@ -571,13 +571,13 @@ def test_a_recorder_sees_every_public_attribute():
         if type(attribute) not in guards._OF_C or name.startswith("_") or name.endswith("_"):
             continue
         answered = False
-        with Seen() as mode, warnings.catch_warnings(), contextlib.suppress(Exception):
+        with Seen() as recorder, warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
             found = getattr(x, name)
             if type(attribute) is not types.GetSetDescriptorType:
                 found()
             answered = True
-        if answered and not mode.count:
+        if answered and not recorder.count:
             unseen.append(name)
     assert unseen == []
 

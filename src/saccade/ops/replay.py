@@ -132,13 +132,13 @@ class CallKey(NamedTuple):
             if self.replay is None:
                 _replays.put(self.key, _ONCE)
             return work()
-        mode = None if any(map(on_host, self.operands)) else module.mode()  # whose numbers the host may read
-        if mode is None:
+        recorder = None if any(map(on_host, self.operands)) else module.recorder()  # whose numbers the host may read
+        if recorder is None:
             return work()
-        with mode:
+        with recorder:
             results = work()
-        replay = mode.replay([*self.operands, *more], results)
-        if replay is not None or not mode.compiles:
+        replay = recorder.replay([*self.operands, *more], results)
+        if replay is not None or not recorder.compiles:
             _replays.put(self.key, replay or _NEVER)
         return results
 
