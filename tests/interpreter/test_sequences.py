@@ -53,7 +53,7 @@ class Work(NamedTuple):
 @triton.jit
 def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr):
     item, work = tl.program_id(0), Work(heads, section, packs)
-    b, h_k, in_group, row = work_item.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
+    b, h_k, in_group, row = work_item.locate_packed(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
     _, _, there, _ = positions.extent(span_q, b, s_q)
     place = found + item * 4
     tl.store(place, b)

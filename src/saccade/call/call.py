@@ -169,16 +169,16 @@ class Call:
         """Each sequence as a Call of one batch row; reads the offsets."""
         layout = self.layout
         k, v = layout.gathered(self.k), layout.gathered(self.v)
-        for place in layout.places(self.q, k):
-            i = place.number
-            q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
-            mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
+        for sequence in layout.sequence_slices(self.q, k):
+            i = sequence.number
+            q_at, k_at = (sequence.batch_q, slice(None), sequence.rows), (sequence.batch_k, slice(None), sequence.keys)
+            mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, sequence.rows), i)
             operands: dict[str, Any] = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
             if self.descale is not None:
                 operands["descale"] = self.descale.of_sequence(i)
-            dense = dense_of(layout, place, self.q.shape[2])
+            dense = dense_of(layout, sequence, self.q.shape[2])
             call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None)
-            yield Sequence(place.rows, place.keys, call)
+            yield Sequence(sequence.rows, sequence.keys, call)
 
     def _extent(self) -> Extent:
         return self.layout.extent(self.q, self.k)

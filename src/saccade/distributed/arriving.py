@@ -38,7 +38,7 @@ class Layouts(NamedTuple):
     """Its rows over its keys, as the call is checked: those of a document are one sequence."""
     whole: Packed
     """Each piece over all its keys."""
-    places: Tensor
+    slots: Tensor
     """int32 (places, rows): where own rows are among these, some of them more than once; then where others find them"""
     coming: Tensor
     """`ArrivalArgs.coming`"""
@@ -96,12 +96,12 @@ class ArrivingRows(PulledRows):
             times[segment.source] = layer = times.get(segment.source, -1) + 1
             layers += [[]] if layer == len(layers) else []
             layers[layer].append(segment)
-        places = torch.full((len(layers) + 1, self.rows), -1, dtype=torch.int32, device="cpu")
-        for row, found in zip(places, layers, strict=False):
+        slots = torch.full((len(layers) + 1, self.rows), -1, dtype=torch.int32, device="cpu")
+        for row, found in zip(slots, layers, strict=False):
             row[numbers([(x.source, x.rows) for x in found], "cpu")] = numbers([x[1:] for x in found], "cpu").int()
         lent = numbers(self.lent, "cpu")
-        places[-1, lent] = lent.int()
-        return places
+        slots[-1, lent] = lent.int()
+        return slots
 
     @cached_method
     def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
@@ -127,7 +127,7 @@ class ArrivingRows(PulledRows):
         steps, needed = self.steps(heads, size // max(heads, 1), q.device)
         regions = self._regions([both], stage)
         (lent,) = regions(self.transport.rank)
-        _spread(k, v, [both] * (len(layouts.places) - 1) + [lent], layouts.places)
+        _spread(k, v, [both] * (len(layouts.slots) - 1) + [lent], layouts.slots)
         self._barrier(regions, stage)
         memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=q.device)
         tells = memory.tells()
@@ -176,9 +176,9 @@ def _spread(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tens
         kernel.spread_rows(keys.contiguous(), values.contiguous(), targets, table)
         return
     both = torch.cat((keys, values), -1)
-    for target, places in zip(targets, table, strict=True):
-        there = places >= 0
-        target[places[there]] = both[there]
+    for target, slots in zip(targets, table, strict=True):
+        there = slots >= 0
+        target[slots[there]] = both[there]
 
 
 def rows_of(x: Tensor) -> Tensor:

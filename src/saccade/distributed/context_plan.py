@@ -198,9 +198,9 @@ class ContextPlan:
         found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
         source = self._positions(str(x.device)) - shift
         has_one = (source >= 0) & (source < self._ends(str(x.device)))
-        place = padded(torch.where(has_one, has_one.cumsum(0) - 1, len(found)), self.padding, len(found))
+        rows_at = padded(torch.where(has_one, has_one.cumsum(0) - 1, len(found)), self.padding, len(found))
         nothing = bits(x.movedim(dim, 0).new_full((1, *found.shape[1:]), fill))
-        return of_dtype(torch.cat([found, nothing]).index_select(0, place), x.dtype).movedim(0, dim)
+        return of_dtype(torch.cat([found, nothing]).index_select(0, rows_at), x.dtype).movedim(0, dim)
 
     @cached_method
     def _longest(self) -> int:

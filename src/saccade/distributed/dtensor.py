@@ -59,7 +59,7 @@ class _Cut(NamedTuple):
     """How ranks divide a call."""
 
     mesh: DeviceMesh
-    place: Sequence[int]
+    coordinate: Sequence[int]
     """This rank's in the mesh."""
     letters: Sequence[str]
     """What each dimension of the mesh divides: "b", batch rows, "h", heads, or "", nothing."""
@@ -74,7 +74,7 @@ class _Cut(NamedTuple):
         for i, own in enumerate(self.letters):
             if own == letter:
                 n //= self.mesh.size(i)
-                first += n * self.place[i]
+                first += n * self.coordinate[i]
         return first, n
 
     def placements(self, dims: dict[str, int], otherwise: Placement) -> tuple[Placement, ...]:
@@ -125,7 +125,7 @@ def _cut_of(call: Call) -> _Cut:
             f"distribute_tensor(x, mesh, placements), or x.to_local(), got {got()}"
         )
     mesh = operands["q"].device_mesh
-    if any(x.device_mesh != mesh for x in operands.values()) or (place := mesh.get_coordinate()) is None:
+    if any(x.device_mesh != mesh for x in operands.values()) or (coordinate := mesh.get_coordinate()) is None:
         meshes = [x.device_mesh for x in operands.values()]
         raise ValueError(f"q, k and v must be on one mesh, with this rank in it, got {meshes}")
     letters = []
@@ -144,7 +144,7 @@ def _cut_of(call: Call) -> _Cut:
         letters.append(own[0])
     q, k, *_ = call.given
     h_q, h_k = (call.layout.canonical(x).shape[1] for x in (q, k))
-    cut = _Cut(mesh, place, letters, call.layout.sizes(q, k).b, h_q)
+    cut = _Cut(mesh, coordinate, letters, call.layout.sizes(q, k).b, h_q)
     for letter, words, sizes in (("b", "batch rows", [cut.b]), ("h", "query heads and key heads", [h_q, h_k])):
         ranks = prod([mesh.size(i) for i, own in enumerate(letters) if own == letter])
         if any(n % ranks for n in sizes):

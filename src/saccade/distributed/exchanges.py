@@ -247,12 +247,12 @@ class RowExchange(Exchange):
     def others(self) -> list[int]:
         return [i for i in range(self.transport.size) if i != self.transport.rank]
 
-    def summed(self, parts: list[Tensor], places: list[tuple[int, Any]]) -> Tensor:
-        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `place`."""
+    def summed(self, parts: list[Tensor], order: list[tuple[int, Any]]) -> Tensor:
+        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `rows_of_part`."""
         like = parts[0]
         dx = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device=like.device)
-        for i, place in places:
-            dx[place] += parts[i]  # a rank has a row once
+        for i, rows_of_part in order:
+            dx[rows_of_part] += parts[i]  # a rank has a row once
         return dx.to(like.dtype)
 
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:

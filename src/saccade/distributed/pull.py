@@ -289,14 +289,14 @@ class RowSums:
         return table.to(device), ranks
 
 
-def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
+def _lay(layers: list[Tensor], rows: int, first: int, slots: Tensor) -> None:
     """Into the first layer with room from row `first` on."""
-    stop = first + len(places)
+    stop = first + len(slots)
     layer = next((x for x in layers if bool((x[first:stop] < 0).all())), None)
     if layer is None:
         layer = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
         layers.append(layer)
-    layer[first:stop] = places
+    layer[first:stop] = slots
 
 
 class Regions:

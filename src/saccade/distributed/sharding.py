@@ -207,10 +207,10 @@ class Line:
     def rows(self) -> int:
         return self.ends[-1]
 
-    def area(self, place: int) -> int:
+    def area(self, position: int) -> int:
         """The scores of all rows before a place."""
-        at = bisect_right(self.ends, place) - 1
-        inside = place - self.ends[at]
+        at = bisect_right(self.ends, position) - 1
+        inside = position - self.ends[at]
         if not inside:
             return self.areas[at]
         pieces = self.stretches[at].taken(0, inside)
@@ -223,13 +223,13 @@ class Line:
         the two places where the line is cut, which move with x."""
         found = _place(value, wanted, low, high)
         near = {low, found, high}
-        for place in cuts(found):
-            at = bisect_right(self.ends, place) - 1
-            near |= {found + end - place for end in self.ends[at : at + 2]}
+        for position in cuts(found):
+            at = bisect_right(self.ends, position) - 1
+            near |= {found + end - position for end in self.ends[at : at + 2]}
 
         def worth(x: int) -> tuple[int, int, int]:
             error = abs(value(x) - wanted)
-            return sum(self.ends[bisect_right(self.ends, place) - 1] != place for place in cuts(x)), error, x
+            return sum(self.ends[bisect_right(self.ends, position) - 1] != position for position in cuts(x)), error, x
 
         allowed = [x for x in near if low <= x <= high and (x == found or SLACK * abs(value(x) - wanted) <= wanted)]
         return min(allowed, key=worth)

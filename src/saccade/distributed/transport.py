@@ -190,12 +190,12 @@ class Transport:
     def report(self, stage: str, xs: Sequence[Tensor], error: object) -> str:
         ranks = agreement_of(self.group(stage))
         try:
-            places = ranks.notes()
+            stages = ranks.notes()
         except RuntimeError:
-            places = "  unknown: the group's store has ended too"
+            stages = "  unknown: the group's store has ended too"
         return (
             f"rank {self.rank} of {self.size}: {stage}, exchange {ranks.exchanges} of its group, of {_named(xs)}, "
-            f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{places}"
+            f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{stages}"
         )
 
 

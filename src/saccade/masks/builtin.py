@@ -225,13 +225,13 @@ def documents(ids: Tensor) -> Mask:
         nothing = ids.to(torch.int32)
         return Documents(nothing, nothing, nothing, nothing.bool())
     # Sorting brings a document's tokens together in order of position; a run of equal ids is a document.
-    ordered, place = ids.long().sort(dim=1, stable=True)
+    ordered, order = ids.long().sort(dim=1, stable=True)
     # Nothing is written in place: selective checkpoints may keep any of these.
     number = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).long().cumsum(1)
     count = torch.zeros_like(number).scatter_add(1, number, torch.ones_like(number))
-    first = torch.full_like(number, ids.shape[1]).scatter_reduce(1, number, place, "amin")
-    last = torch.zeros_like(number).scatter_reduce(1, number, place, "amax")
-    compact = torch.empty_like(number).scatter(1, place, number)
+    first = torch.full_like(number, ids.shape[1]).scatter_reduce(1, number, order, "amin")
+    last = torch.zeros_like(number).scatter_reduce(1, number, order, "amax")
+    compact = torch.empty_like(number).scatter(1, order, number)
     start, stop = first.gather(1, compact), last.gather(1, compact) + 1
     solid = stop - start == count.gather(1, compact)
     return Documents(compact.int(), start.int(), stop.int(), solid)

@@ -157,8 +157,8 @@ def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
     tensors = [x for x in (first, last) if isinstance(x, Tensor)]
     if not tensors:
         return KeyInterval.of_fields(OPEN if last is None else last, -FARTHEST if first is None else first)
-    if len(places := {x.device for x in tensors}) > 1:
-        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
+    if len(devices := {x.device for x in tensors}) > 1:
+        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, devices)))}")
     like = tensors[0]
     last = _like(like, OPEN if last is None else last)
     return KeyInterval(last if first is None else _like(like, first), last, first is None)

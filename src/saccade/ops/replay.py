@@ -157,7 +157,7 @@ def _find(
         return None
     try:
         addresses = [*map(_address, tensors)]
-        lie = *map(_form, tensors), *map(_strides, tensors)
+        memory = *map(_form, tensors), *map(_strides, tensors)
     except RuntimeError:  # tensors without memory, or of no strides
         return None
     if not all(addresses):
@@ -165,7 +165,7 @@ def _find(
     low, same = reduce(or_, addresses) % ALIGNMENT, len({*addresses}) != len(addresses)
     rests = low and tuple([address % ALIGNMENT for address in addresses])
     of_one = same and tuple(map(addresses.index, addresses))
-    key = static, lie, rests, of_one, written and _distances(tensors, addresses, written)
+    key = static, memory, rests, of_one, written and _distances(tensors, addresses, written)
     return CallKey(key, tensors, addresses, _replays.get(key), needs_gradient, dropout_p)
 
 

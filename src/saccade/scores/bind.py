@@ -94,8 +94,8 @@ def _traced(
         program, rows = guarded.program, guarded.rows
         tensors, numbers = now
     else:
-        dtype, place, name, *_ = settings
-        trace = trace_function(run, dtype, place, outputs)
+        dtype, device, name, *_ = settings
+        trace = trace_function(run, dtype, device, outputs)
         program, tape = cache.program(trace, name), trace.tape
         if isinstance(fn, CallbackMod) and program.callbacks is None:
             program.callbacks = callbacks_of(fn, program, tape)
@@ -198,16 +198,16 @@ def _on(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor]:
-    places, module = part
+    order, module = part
     if module is None:
-        return [captures[i] for i in places]
+        return [captures[i] for i in order]
     return list(module.forward(*(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in captures)))
 
 
 def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
-    places, module = part
+    order, module = part
     if module is None:
-        return [(*tensors, *lifted)[i] for i in places]
+        return [(*tensors, *lifted)[i] for i in order]
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in lifted]
     return [x.item() for x in module.forward(*tensors, *wide)]
 

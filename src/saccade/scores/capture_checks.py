@@ -76,7 +76,7 @@ def _direct(identity: str) -> list[tuple[int, int, str]]:
     if "direct" not in program.emitted:
         program.emitted["direct"] = [
             (tensor, dim, str(x.target))
-            for tensor, at in zip(program.read_tensors, program._places, strict=True)
+            for tensor, at in zip(program.read_tensors, program.read_indices, strict=True)
             for dim, x in enumerate(at)
             if isinstance(x, fx.Node) and x.op == "placeholder" and x.target in TILE[1:]
         ]

@@ -226,13 +226,13 @@ def _slices(call: CheckedCall, precision: Precision) -> Iterator[CallSlice]:
     call = call.canonical()
     h_k = call.k.shape[1]
     group = call.q.shape[1] // max(h_k, 1)
-    for place in call.places():
-        rows, keys = place.rows.stop - place.rows.start, place.keys.stop - place.keys.start
+    for sequence in call.sequence_slices():
+        rows, keys = sequence.rows.stop - sequence.rows.start, sequence.keys.stop - sequence.keys.start
         step = max(1, SCORES_AT_ONCE // max(1, group * rows * keys))
         for start in range(0, h_k, step):
             key_heads = slice(start, min(start + step, h_k))
             heads = slice(key_heads.start * group, key_heads.stop * group)
-            yield call.slice(place, heads, key_heads, precision, dropout)
+            yield call.slice(sequence, heads, key_heads, precision, dropout)
 
 
 COMMON = 1 / 4

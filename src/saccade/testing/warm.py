@@ -163,12 +163,14 @@ def parts_of(spec: Spec) -> list[str]:
     return [*PARTS] if trains else [PARTS[0]]
 
 
-def move(folder: Path, place: str) -> None:
+def move(folder: Path, folder_name: str) -> None:
     """Makes a folder's lists of files name another place, where it will be. Triton writes absolute paths."""
     for file in folder.glob("*/__grp__*.json"):
         listed = json.loads(file.read_text())
         paths = listed["child_paths"]
-        listed["child_paths"] = {name: f"{place}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()}
+        listed["child_paths"] = {
+            name: f"{folder_name}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()
+        }
         file.write_text(json.dumps(listed))
 
 
@@ -240,8 +242,8 @@ def whole_elf(data: bytes) -> bool:
     return all(end <= len(data) for end in _ends(data, sections, section_count))
 
 
-def _ends(data: bytes, place: int, count: int) -> Iterator[int]:
+def _ends(data: bytes, folder_name: int, count: int) -> Iterator[int]:
     """Where each section ends."""
     for index in range(count):
-        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(data, place + index * _SECTION.size)
+        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(data, folder_name + index * _SECTION.size)
         yield 0 if kind == _EMPTY_SECTION else offset + size

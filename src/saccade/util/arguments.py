@@ -107,7 +107,7 @@ def is_one_of(shape: Sequence[int], *shapes: Sequence[int]) -> bool:
     return any(len(x) == len(shape) and all(n == m for n, m in zip(shape, x, strict=True)) for x in shapes)
 
 
-def place(device: Any) -> torch.device | None:
+def device_of(device: Any) -> torch.device | None:
     """
     Raises:
         ValueError: no device of torch.

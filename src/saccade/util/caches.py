@@ -223,6 +223,6 @@ def versions(tensors: Iterable[Tensor]) -> Hashable | None:
     for x in tensors:
         if x.is_inference():
             return None
-        place = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
-        found.append((*place, x.dtype, x._version))
+        form = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
+        found.append((*form, x.dtype, x._version))
     return tuple(found)

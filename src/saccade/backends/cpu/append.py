@@ -25,10 +25,10 @@ class Places(NamedTuple):
 def append(step: Append) -> Tensor | None:
     """Writes the rows that have a page or a slot, and omits the rest. Returns the rotated queries."""
     layout, (pages, size), q = step.layout, step.k_cache.shape[:2], step.q
-    places = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
-    there = (places.slot >= 0) & (places.slot < pages * size)
-    slot = places.slot[there]
-    sequence, position = places.sequence[there], places.position[there]
+    slots = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
+    there = (slots.slot >= 0) & (slots.slot < pages * size)
+    slot = slots.slot[there]
+    sequence, position = slots.sequence[there], slots.position[there]
     for cache, new, factor in zip(step[:2], step[2:4], step.descale.each[1:], strict=True):
         rows = new.flatten(0, -3)[there]
         if step.quantizes:
@@ -42,8 +42,8 @@ def append(step: Append) -> Tensor | None:
     if q is None or step.rotary is None:
         return None
     made = empty_like_rows(q, q.shape[-1]).zero_()
-    rows = rotated(q.flatten(0, -3)[places.known], step.rotary, places.position[places.known])
-    made[places.known.view(q.shape[:-2])] = rows
+    rows = rotated(q.flatten(0, -3)[slots.known], step.rotary, slots.position[slots.known])
+    made[slots.known.view(q.shape[:-2])] = rows
     return made
 
 

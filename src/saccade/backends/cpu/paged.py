@@ -45,7 +45,7 @@ def forward(call: Call, lse: bool) -> Outputs:
     if not call.keeps_tail:
         out.zero_()
     row_lse, top = torch.full((2, *call.q.shape[:3]), -torch.inf, dtype=call.lse_dtype(), device="cpu")
-    for b, batch, rows, *_ in layout.places(call.q, call.k):
+    for b, batch, rows, *_ in layout.sequence_slices(call.q, call.k):
         at = batch, slice(None), rows
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])

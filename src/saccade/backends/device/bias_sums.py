@@ -87,10 +87,10 @@ def bias_sums_kernel(
     bh = tl.program_id(0)
     first = bias_sums + bh.to(tl.int64) * blocks * (2 * N)
     # [2, N]
-    place = tl.arange(0, 2)[:, None] * N + tl.arange(0, N)[None, :]
+    offset = tl.arange(0, 2)[:, None] * N + tl.arange(0, N)[None, :]
     total = tl.zeros([2, N], tl.float32)
     for i in range(blocks):
-        total += tl.load(first + i * (2 * N) + place)
+        total += tl.load(first + i * (2 * N) + offset)
     # [2, 1]
     ds = tl.sum(total, 1, keep_dims=True)
     distance = tl.where(tl.arange(0, 2)[:, None] == 0, -s_q, s_k)

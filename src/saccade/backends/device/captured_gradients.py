@@ -50,13 +50,13 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def in_any_order(total, place, value):
+def in_any_order(total, offset, value):
     """Adds float32."""
-    tl.atomic_add(total + place, value, mask=value != 0, sem="relaxed")
+    tl.atomic_add(total + offset, value, mask=value != 0, sem="relaxed")
 
 
 @triton.jit
-def largest(top, place, value):
+def largest(top, offset, value):
     """The largest size of all values, as the bits of a float32: of those, NaN is the largest."""
     bits = tl.abs(value).to(tl.int32, bitcast=True)
     if len(bits.shape) > 0:
@@ -72,10 +72,10 @@ def unit(top, room):
 
 
 @triton.jit
-def as_integers(total, place, value):
+def as_integers(total, offset, value):
     """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums, a top and its room."""
     whole = tl.floor(value * unit(tl.load(total[1]), plain_int(total[2])) + 0.5)
-    tl.atomic_add(total[0] + place, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
+    tl.atomic_add(total[0] + offset, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def captured_gradients_kernel(
     q, k, v, dout, out, lse, dlse, sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     ADD: tl.constexpr, SCATTER: tl.constexpr, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr, shape,
 ):  # fmt: skip
-    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
+    """`ADD(sum, offset, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
     tiles of NEAR_Q rows and NEAR_K keys that are in reach of the score's tables."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
@@ -149,11 +149,11 @@ def captured_gradients_kernel(
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
     out_tile = load_q(out, block, shape.D_V, shape.BLOCK_DV, shape)
     # [block_q]
-    row_lse = tl.load(lse + block.place, mask=block.live, other=float("-inf"))
+    row_lse = tl.load(lse + block.offset, mask=block.live, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), in_units(row_lse, score))  # exp(x - inf) = 0
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
-        row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
+        row_delta -= tl.load(dlse + block.offset, mask=block.live, other=0.0)
     rows = row_lse, row_delta
     kv = kv_head(k, v, block, shape)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
@@ -171,13 +171,13 @@ def results_kernel(made, sums, top, room, count, BLOCK: tl.constexpr):
     """made = sums, in made's dtype; of integers with a `top` as `as_integers` adds them. A top of NaN or infinity, of
     which there is no integer, comes out as NaN."""
     # [BLOCK]
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(sums + place, mask=place < count)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + offset, mask=offset < count)
     if top is not None:
         bits = tl.load(top)
         value = (value.to(tl.float64) / unit(bits, plain_int(room)).to(tl.float64)).to(tl.float32)
         value = tl.where(bits >= _INFINITY, float("nan"), value)
-    tl.store(made + place, value.to(made.dtype.element_ty), mask=place < count)
+    tl.store(made + offset, value.to(made.dtype.element_ty), mask=offset < count)
 
 
 # Gradients of the tensors that a score function captures, for every backend that has kernels.

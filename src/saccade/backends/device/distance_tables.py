@@ -76,13 +76,13 @@ def table_launch(call: Call, n: int, fast: bool) -> Launch:
     score: Any = call.score
     read = list(score.program.distance_reads)[n]
     b, h, _ = empty(call)[FIELDS * n].shape
-    constants = scores.table_value(score, read, fast), scores.table_place(score, read, fast), tl.constexpr(BLOCK)
+    constants = scores.table_value(score, read, fast), scores.table_offset(score, read, fast), tl.constexpr(BLOCK)
     return Launch(table_kernel, (b * h, 1, 1), constants)
 
 
 @triton.jit
 def table_kernel(
-    table, data, h_q, length, zero, VALUE: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr
+    table, data, h_q, length, zero, VALUE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The table of one head, BLOCK distances at a time."""
     h_q, length, zero = plain_int(h_q), plain_int(length), plain_int(zero)
@@ -97,9 +97,9 @@ def table_kernel(
         distance = n - zero
         # [1, block]: a read by distance is what row 0 reads, of keys before the first one too
         tl.store(row + n, VALUE(data, distance, b, h, distance * 0, distance), mask=n < length)
-        place = PLACE(data, distance, b, h, distance * 0, distance)
-        before = PLACE(data, distance, b, h, distance * 0, distance - 1)
-        changed = (place != before) & (n > REACH) & (n < length)
+        offset = OFFSET(data, distance, b, h, distance * 0, distance)
+        before = OFFSET(data, distance, b, h, distance * 0, distance - 1)
+        changed = (offset != before) & (n > REACH) & (n < length)
         first = tl.where(changed, tl.minimum(first, distance), first)
         last = tl.where(changed, distance, last)
     ends = tl.arange(0, 2)[None, :]

@@ -39,9 +39,13 @@ def device_args(call: Call) -> DeviceDropout | None:
     x = call.dropout
     if x is None:
         return None
-    places = positions.device_args(call)
+    device_positions = positions.device_args(call)
     numbers = x.state, x.threshold - (1 << 31), x.rescale
-    return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
+    return (
+        DeviceDropout(*numbers)
+        if device_positions is None
+        else DeviceDropout(*numbers, device_positions, tl.constexpr(True))
+    )
 
 
 @aggregate

@@ -137,10 +137,10 @@ def _prefixes_sees(data, b, h, q_idx, kv_idx, off):
 @triton.jit
 def _documents_of(data, b, idx, off):
     # Rows and keys are the same tokens. A document in pieces has no core.
-    place = _token(data, b, idx)
-    lo = tl.load(data[1] + place)
-    hi = tl.load(data[2] + place)
-    return lo, hi, lo, tl.where(tl.load(data[3] + place) != 0, hi, lo)
+    offset = _token(data, b, idx)
+    lo = tl.load(data[1] + offset)
+    hi = tl.load(data[2] + offset)
+    return lo, hi, lo, tl.where(tl.load(data[3] + offset) != 0, hi, lo)
 
 
 @triton.jit

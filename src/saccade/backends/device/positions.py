@@ -339,7 +339,7 @@ def packed_tile(span, item, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
 
 
 @triton.jit
-def place_of(span, item, heads, start, BLOCK: tl.constexpr):
+def table_index(span, item, heads, start, BLOCK: tl.constexpr):
     """Where the tile that `packed_tile` gave for `item` has its place in the table, the first rows of each sequence
     first; packed. Without a tile a program has a place of its own after all of them."""
     number = item // heads
@@ -388,10 +388,10 @@ def order_kernel(tiles, own, other, s, other_s, slots, BLOCK: tl.constexpr, N: t
     for start in range(0, tl.max(blocks, 0), N):
         # [N, N]
         block = start + tl.arange(0, N)[None, :]
-        place = first[:, None] + block
-        there = (block < blocks[:, None]) & (place < slots)
-        tl.store(tiles + 2 + 2 * place, i[:, None] + block * 0, mask=there)
-        tl.store(tiles + 3 + 2 * place, first[:, None] + block * 0, mask=there)
+        offset = first[:, None] + block
+        there = (block < blocks[:, None]) & (offset < slots)
+        tl.store(tiles + 2 + 2 * offset, i[:, None] + block * 0, mask=there)
+        tl.store(tiles + 3 + 2 * offset, first[:, None] + block * 0, mask=there)
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.maximum(tl.minimum(total, slots), 1))
         if total == 0:  # broken offsets: one tile, of which no row is there

@@ -62,7 +62,7 @@ class QBlock:
     """[block_q]"""
     live: Any
     """[block_q]: which rows are in use"""
-    place: Any
+    offset: Any
     """[block_q]: in tensors (b, h, s)"""
 
 
@@ -110,9 +110,9 @@ def q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
         dropout = opened(dropout)
     # [block_q]
     q_idx = start + tl.arange(0, shape.BLOCK_Q)
-    place = bh.to(tl.int64) * s_q + first_q + q_idx
+    offset = bh.to(tl.int64) * s_q + first_q + q_idx
     args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
-    return QBlock(args, batch, start, there, first_q, first_k, q_idx, q_idx < rows, place)
+    return QBlock(args, batch, start, there, first_q, first_k, q_idx, q_idx < rows, offset)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def rescaled(block, scale):
     x = block.args
     args = ScoreArgs(x.b, x.h, x.rows, x.keys, x.off, scale, x.mask, x.score, x.dropout)
     return QBlock(
-        args, block.batch, block.start, block.there, block.first_q, block.first_k, block.q_idx, block.live, block.place
+        args, block.batch, block.start, block.there, block.first_q, block.first_k, block.q_idx, block.live, block.offset
     )
 
 

@@ -145,11 +145,11 @@ def device_args(call: Call, fast: bool = False, tables: Sequence[Any] = (), tma_
     float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. tma_tile: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""
     score = call.score
-    places = positions.device_args(call) if isinstance(score, scores.Traced) else None
+    device_positions = positions.device_args(call) if isinstance(score, scores.Traced) else None
     plain = unplaced(score, fast, positions.kind(call), tables, positions.reached(call), tma_tile)
-    if places is None:
+    if device_positions is None:
         return plain
-    return DeviceScore(*_PLACED, plain.unit_slope, *_NOT_LINEAR, (plain, places), FLAGS[True])
+    return DeviceScore(*_PLACED, plain.unit_slope, *_NOT_LINEAR, (plain, device_positions), FLAGS[True])
 
 
 def unplaced(
@@ -268,9 +268,9 @@ def table_value(score: scores.Traced, read: int, fast: bool = False) -> Any:
     return _table_functions(score, read, fast)["value"]
 
 
-def table_place(score: scores.Traced, read: int, fast: bool = False) -> Any:
+def table_offset(score: scores.Traced, read: int, fast: bool = False) -> Any:
     """constexpr: where it reads, in a contiguous tensor."""
-    return _table_functions(score, read, fast)["place"]
+    return _table_functions(score, read, fast)["offset"]
 
 
 def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, A
     key = "table", options, read
     if key not in score.program.emitted:
         text = source.table_source(score.program, options, score.program.distance_reads[read])
-        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "place")}
+        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "offset")}
     return score.program.emitted[key]
 
 

@@ -95,10 +95,10 @@ def hulls_kernel(hulls, row_lo, row_hi, mask, used_q, used_k, s_q, s_k, n_q, blo
         else:
             tile = seq * n_q + start // TILE
             block = seq * blocks
-        place = block.to(tl.int64) * BLOCK_Q + q_idx
+        offset = block.to(tl.int64) * BLOCK_Q + q_idx
         own = q_idx < tl.cdiv(rows, BLOCK_Q) * BLOCK_Q  # a tile may reach beyond its sequence's smaller blocks
-        tl.store(row_lo + place, tl.where(seeing, lo, 0), mask=own)
-        tl.store(row_hi + place, tl.where(seeing, hi, 0), mask=own)
+        tl.store(row_lo + offset, tl.where(seeing, lo, 0), mask=own)
+        tl.store(row_hi + offset, tl.where(seeing, hi, 0), mask=own)
         entry = hulls + 4 * tile.to(tl.int64)
         tl.store(entry, tl.min(tl.where(seeing, lo, FAR)))
         tl.store(entry + 1, tl.max(tl.where(seeing, hi, 0)))

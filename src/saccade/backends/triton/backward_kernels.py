@@ -78,13 +78,13 @@ def delta_kernel(
     out_tile = load_tile(out, head(out, b, h), start, rows, BLOCK_Q, D_V, BLOCK_DV, True).to(tl.float32)
     # [block_q]
     q_idx = start + tl.arange(0, BLOCK_Q)
-    place = bh.to(tl.int64) * s_q + q_idx
+    offset = bh.to(tl.int64) * s_q + q_idx
     row = tl.sum(dout_tile * out_tile, 1)
     if dlse is not None:
-        row -= tl.load(dlse + place, mask=q_idx < rows, other=0.0)
-    row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
-    tl.store(delta + place, row, mask=q_idx < s_q)
-    tl.store(shift + place, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
+        row -= tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
+    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
+    tl.store(delta + offset, row, mask=q_idx < s_q)
+    tl.store(shift + offset, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
 
 
 @triton.jit
@@ -262,8 +262,8 @@ def dq_kernel(
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
-    row_lse = tl.load(shift + block.place, mask=block.live, other=float("inf"))
-    row_delta = tl.load(delta + block.place, mask=block.live, other=0.0)
+    row_lse = tl.load(shift + block.offset, mask=block.live, other=float("inf"))
+    row_delta = tl.load(delta + block.offset, mask=block.live, other=0.0)
     kv = kv_head(k, v, block, shape)
     biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
@@ -285,9 +285,9 @@ def dq_kernel(
     dq_sum, behind, before = sums
     if bias_sums is not None:
         number = (block.args.b * h_q + block.args.h).to(tl.int64) * tl.cdiv(s_q, shape.BLOCK_Q)
-        place = (number + block.start // shape.BLOCK_Q) * (2 * shape.BLOCK_Q) + tl.arange(0, shape.BLOCK_Q)
-        tl.store(bias_sums + place, behind)
-        tl.store(bias_sums + place + shape.BLOCK_Q, before)
+        offset = (number + block.start // shape.BLOCK_Q) * (2 * shape.BLOCK_Q) + tl.arange(0, shape.BLOCK_Q)
+        tl.store(bias_sums + offset, behind)
+        tl.store(bias_sums + offset + shape.BLOCK_Q, before)
     dq_sum = tl.where(block.live[:, None], dq_sum * scale, 0.0)
     store_q(dq, block, dq_sum, shape.D, shape.BLOCK_D, shape)
 

@@ -162,7 +162,7 @@ def forward_kernel(
     if shape.D_V > shape.BLOCK_DV:
         owned = block.q_idx < tl.where(kv.column == 0, block.there, 0)
     acc, row_max, row_sum = store_largest(
-        max_scores, block.place, owned, acc, row_max, row_sum, score, live, sink, h, True
+        max_scores, block.offset, owned, acc, row_max, row_sum, score, live, sink, h, True
     )
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, block.args.b, h // shape.GROUP)
@@ -172,4 +172,4 @@ def forward_kernel(
     store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape, kv.column)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
-        tl.store(lse + block.place, row_lse, mask=owned)
+        tl.store(lse + block.offset, row_lse, mask=owned)

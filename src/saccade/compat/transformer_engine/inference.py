@@ -158,7 +158,7 @@ class InferenceParams:
         ):
             if n is not None or name.startswith("max"):
                 arguments.integer(name, n, 1)
-        device = arguments.place(device)
+        device = arguments.device_of(device)
         if is_paged and (page_size is None or max_sequence_length % page_size):
             raise WrongCall(
                 f"a paged cache needs a page_size that divides max_sequence_length={max_sequence_length}, "

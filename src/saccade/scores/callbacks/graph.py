@@ -184,8 +184,8 @@ class GraphStep(NamedTuple):
 class Node:
     """A value of the graph, as a callback sees it."""
 
-    def __init__(self, graph: Graph, place: int, rows: bool) -> None:
-        self._graph, self._place, self._rows = graph, place, rows
+    def __init__(self, graph: Graph, index: int, rows: bool) -> None:
+        self._graph, self._index, self._rows = graph, index, rows
 
     def set_data_type(self, value: Any) -> Node:
         """Sets the type that the value is converted to.
@@ -194,13 +194,13 @@ class Node:
             ValueError: a type that scores cannot have.
         """
         steps = self._graph._steps
-        if steps[self._place].name in _INPUTS:
+        if steps[self._index].name in _INPUTS:
             raise ValueError("the score and the tensors of a callback keep the types that they have")
-        steps[self._place] = steps[self._place]._replace(result_type=_typed(value))
+        steps[self._index] = steps[self._index]._replace(result_type=_typed(value))
         return self
 
     def get_data_type(self) -> data_type:
-        return self._graph._steps[self._place].result_type
+        return self._graph._steps[self._index].result_type
 
     def set_name(self, value: str) -> Node:
         return self
@@ -274,7 +274,7 @@ class Graph:
         if missing := [argument for argument in operation.arguments if argument not in arguments]:
             raise TypeError(f"{name} needs {', '.join(missing)}")
         nodes = [self._taken(name, arguments[argument]) for argument in operation.arguments]
-        step = GraphStep(name, tuple(x._place for x in nodes), tuple(attributes), compute)
+        step = GraphStep(name, tuple(x._index for x in nodes), tuple(attributes), compute)
         return self._added(step, any(x._rows for x in nodes))
 
     def _taken(self, name: str, x: Any) -> Node:
@@ -331,12 +331,14 @@ class CallbackGraph(Named):
         """
         if not isinstance(output, Node):
             raise TypeError(f"the callback {name} must return a value of its graph, got {output!r}")
-        steps, needed = output._graph._steps, {output._place}
-        for place in reversed(range(output._place + 1)):
-            if place in needed:
-                needed.update(steps[place].inputs)
+        steps, needed = output._graph._steps, {output._index}
+        for number in reversed(range(output._index + 1)):
+            if number in needed:
+                needed.update(steps[number].inputs)
         order = sorted(needed)
-        needed_steps = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
+        needed_steps = (
+            steps[number]._replace(inputs=tuple(map(order.index, steps[number].inputs))) for number in order
+        )
         return CallbackGraph(name, tuple(needed_steps), derivative)
 
     def __call__(self, *arguments: Tensor) -> Tensor:
@@ -360,7 +362,7 @@ class CallbackGraph(Named):
                     value = at[step.attributes[0]]
                 case _:
                     integral = step.computed in (data_type.INT32, data_type.INT64)
-                    inputs = [values[place] for place in step.inputs]
+                    inputs = [values[index] for index in step.inputs]
                     value = computed(step.name, inputs, step.attributes, integral, wide)
             values.append(value if step.name in _INPUTS else _converted(value, step.result_type, wide))
         return values[-1].to(wide)

@@ -93,12 +93,12 @@ def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallb
     """None where a trace reads something that is not an input of the Program."""
     if program.before[1] is not None or program.numbers[1] is not None:
         return None
-    places = [_place(x, program, tape) for x in mod.tensors]
+    steps_of_tensors = [_tensor_step(x, program, tape) for x in mod.tensors]
     forward, backward = mod.fn, mod.bprop
     assert isinstance(forward, CallbackGraph)
     assert backward is None or isinstance(backward, CallbackGraph)
     if any(
-        step.name == "tensor" and places[step.attributes[0]] is None
+        step.name == "tensor" and steps_of_tensors[step.attributes[0]] is None
         for callback_graph in (forward, backward)
         if callback_graph is not None
         for step in callback_graph.steps
@@ -106,13 +106,13 @@ def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallb
         return None
 
     def placed(callback_graph: CallbackGraph) -> CallbackGraph:
-        steps = (places[x.attributes[0]] or x if x.name == "tensor" else x for x in callback_graph.steps)
+        steps = (steps_of_tensors[x.attributes[0]] or x if x.name == "tensor" else x for x in callback_graph.steps)
         return replace(callback_graph, steps=tuple(steps))
 
     return ProgramCallbacks(placed(forward), None if backward is None else placed(backward))
 
 
-def _place(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
+def _tensor_step(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
     """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
     then the numbers of a tape."""
     for name, captures, first, (picked, _) in (

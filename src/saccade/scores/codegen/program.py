@@ -114,7 +114,7 @@ class Program:
                 copies[node] = graph.call_function(node.target, args, kwargs)
                 copies[node].meta = dict(node.meta)
         self.core = graph
-        self._places = at
+        self.read_indices = at
         self.core_module = fx.GraphModule(torch.nn.Module(), graph)
 
     def core_outputs(self) -> tuple[Any, ...]:
@@ -134,10 +134,10 @@ class Program:
             arguments = list(inputs)
             wanted = []
             for name in ("score", *(self.reads[i].name for i in self.differentiable)):
-                place = names.index(name)
+                position = names.index(name)
                 # Every read as large as the tile, so that nothing is summed here.
-                arguments[place] = arguments[place].expand(Q, K).clone().requires_grad_()
-                wanted.append(arguments[place])
+                arguments[position] = arguments[position].expand(Q, K).clone().requires_grad_()
+                wanted.append(arguments[position])
             (modified, *_), at = fx.Interpreter(self.core_module).run(*arguments)
             if not isinstance(modified, Tensor) or not modified.requires_grad:
                 return tuple(0.0 for _ in wanted), at
@@ -192,7 +192,7 @@ class Program:
     @lazily
     def reads_of_keys(self) -> frozenset[int]:
         """The tensors that are read at a key's number itself in their last dimension."""
-        reads = zip(self.read_tensors, self._places, strict=True)
+        reads = zip(self.read_tensors, self.read_indices, strict=True)
         last = ((tensor, at[-1]) for tensor, at in reads if at)
         return frozenset(i for i, x in last if isinstance(x, fx.Node) and x.target == "kv_idx")
 
@@ -200,7 +200,7 @@ class Program:
     def own_elements(self) -> dict[int, tuple[str | None, ...]]:
         """The tensors that have an element for each row and key, as each is read once, at these numbers themselves, and
         at those of the batch row or the head. The names of the indices; None: the first element."""
-        reads = zip(self.read_tensors, self._places, strict=True)
+        reads = zip(self.read_tensors, self.read_indices, strict=True)
         found = {}
         for tensor, at in reads:
             zeros = (isinstance(x, fx.Node) and name_of(x) == "zeros_like" for x in at)
@@ -233,7 +233,7 @@ class Program:
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]
         text += [str(self.integral), str(self.dtype)]
         # The same expression of what is captured in another order is another program.
-        text += [f"{places} {module and module.graph}" for places, module in (self.before, self.numbers)]
+        text += [f"{order} {module and module.graph}" for order, module in (self.before, self.numbers)]
         return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
 
 

@@ -128,7 +128,7 @@ def steps_of(function: Any) -> tuple[Any, Any, Any]:
 def followed(
     kind: type, made: Callable[..., Any], dtype_of: Callable[..., Any], name: str, steps: Any, args: Any
 ) -> Any:
-    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, place)`.
+    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, index)`.
 
     Dynamo follows this too.
 
@@ -152,7 +152,7 @@ def followed(
     with torch.no_grad():
         slopes = backward(context, gradient)
     slopes = slopes if isinstance(slopes, tuple) else (slopes,)
-    check_linear(name, tuple(tape.steps), gradient.place, before, tuple([x.place for x in slopes if type(x) is kind]))
+    check_linear(name, tuple(tape.steps), gradient.value, before, tuple([x.value for x in slopes if type(x) is kind]))
     for x, needs, slope in zip(args, context.needs_input_grad, slopes, strict=False):
         if needs and slope is not None:
             slope = slope if type(slope) is kind else torch.ones_like(value) * slope
@@ -185,17 +185,17 @@ _PASSES = frozenset((
 def linear(steps: Sequence[Any], gradient: int, first: int, outputs: Sequence[int]) -> bool:
     """Whether the values of steps from `first` on are linear in a gradient."""
     of_it, zeros = {gradient}, set[int]()
-    for place in range(first + 5, len(steps) + 5):
-        function, positional, named = steps[place - 5]
+    for index in range(first + 5, len(steps) + 5):
+        function, positional, named = steps[index - 5]
         arguments = (*positional, *(x for _, x in named))
         by = [x[0] == "value" and x[1] in of_it for x in arguments]
         zero = [_is_zero(x) or (x[0] == "value" and x[1] in zeros) for x in arguments]
         if function.__name__ == "zeros_like" or (function.__name__ in _PASSES and zero[0]):
-            zeros.add(place)
+            zeros.add(index)
         elif any(by):
             if not _is_linear(function.__name__, by, zero) or _truncates(function.__name__, positional, dict(named)):
                 return False
-            of_it.add(place)
+            of_it.add(index)
     return all(x in of_it or x in zeros for x in outputs)
 
 

@@ -23,18 +23,18 @@ class Symbol(Tensor):
     """Stands for a value that a kernel computes."""
 
     tape: Tape
-    place: int
+    value: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {})
 
 
-def symbol(tape: Tape, place: int) -> Any:
+def symbol(tape: Tape, index: int) -> Any:
     # Without values: what torch computes of them behind our back is noticed (`trace_function`).
     with torch._C.DisableTorchFunctionSubclass():
         stand_in = torch.empty((), device="meta").as_subclass(Symbol)
-    stand_in.tape, stand_in.place = tape, place
+    stand_in.tape, stand_in.value = tape, index
     return stand_in
 
 
@@ -123,9 +123,9 @@ def applied(name: str, forward: Any, backward: Any, setup_context: Any, *args: A
 
 
 def _dtype(x: Symbol) -> torch.dtype:
-    if x.place < 5:
-        return torch.int64 if x.place else x.tape.dtype
-    return _dtype_of(tuple(x.tape.steps), tuple(x.tape.forms), x.tape.dtype, x.place)
+    if x.value < 5:
+        return torch.int64 if x.value else x.tape.dtype
+    return _dtype_of(tuple(x.tape.steps), tuple(x.tape.forms), x.tape.dtype, x.value)
 
 
 @compile_constant
@@ -209,7 +209,7 @@ def _kinds(arguments: Any, kinds: dict[int, str]) -> None:
 
 
 @compile_constant
-def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, place: int) -> torch.dtype:
+def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, index: int) -> torch.dtype:
     from saccade.scores.tracing.lowering import form_of
 
-    return form_of(stand_in_tape(steps, forms, dtype), place)[0]
+    return form_of(stand_in_tape(steps, forms, dtype), index)[0]

@@ -162,15 +162,15 @@ class Guards:
                 raise Unguarded
             if own:
                 self._check(f"{own}.isdisjoint({find}.__dict__)")
-        places: dict[int, Find] = {}
+        first_found: dict[int, Find] = {}
         for reference, find in self.tensors:
-            known = places.setdefault(id(reference()), find)
+            known = first_found.setdefault(id(reference()), find)
             if not self.of_a_form:
                 self._check(f"(y := {find}) is {self._named(reference)}() and y is not None")
             elif known is not find:
                 self._check(f"{find} is {known}")
-        if self.of_a_form and len(places) > 1:
-            self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
+        if self.of_a_form and len(first_found) > 1:
+            self._check(f"len({{{', '.join(f'id({find})' for find in first_found.values())}}}) == {len(first_found)}")
 
     def inputs(
         self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
@@ -523,8 +523,8 @@ def put_trace(fn: Any, settings: Any, trace: Trace, program: Program, older: Gua
         guarded = GuardedTrace(guards, program, inputs, tape.rows, whole, counts, trusted)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         twin, codes = _twin(fn), _codes(fn)
-        places = [(_same(fn), owners), (twin, codes)] if codes else [(_same(fn), owners)]
-        for name, of in places:
+        found_by = [(_same(fn), owners), (twin, codes)] if codes else [(_same(fn), owners)]
+        for name, of in found_by:
             _cache.put(_key(name, settings), guarded, of)
             if trusted and len(settings) == 3:  # of a score function
                 _trusted.put((name, *settings[:2], torch.is_grad_enabled(), torch.get_default_dtype()), guarded, of)
@@ -534,9 +534,9 @@ def put_trace(fn: Any, settings: Any, trace: Trace, program: Program, older: Gua
 
 def _whole(program: Program, tape: Tape, device: torch.device) -> bool:
     captured = [*tape.tensors, *tape.numbers]
-    places = [*program.before[0], *program.numbers[0]]
+    order = [*program.before[0], *program.numbers[0]]
     computes = program.before[1] is not None or program.numbers[1] is not None
-    return not computes and places == [*range(len(captured))] and all(x.device == device for x in tape.tensors)
+    return not computes and order == [*range(len(captured))] and all(x.device == device for x in tape.tensors)
 
 
 def _key(fn: Any, settings: Any) -> Any:

@@ -153,10 +153,10 @@ class Row:
     def __init__(self, shape: tuple[int, ...], values: list[Any]) -> None:
         self.shape, self.values = shape, values
 
-    def at(self, place: tuple[int, ...]) -> Any:
+    def at(self, index: tuple[int, ...]) -> Any:
         """The value at a place of a shape that this one broadcasts to."""
         i = 0
-        for n, x in zip(self.shape, place[len(place) - len(self.shape) :], strict=True):
+        for n, x in zip(self.shape, index[len(index) - len(self.shape) :], strict=True):
             i = i * n + (x if n != 1 else 0)
         return self.values[i]
 
@@ -258,12 +258,12 @@ class _Replay:
                 f"{shape} elements are too long, up to {WIDEST} are computed with; captured tensors meet the score by "
                 "indices, table[b, h, q_idx, kv_idx]"
             )
-        places = [None if x[0] == "row" else _index(self._argument(x)) for x in at]
+        indices = [None if x[0] == "row" else _index(self._argument(x)) for x in at]
         table = self.tensors[tensor]
         values = []
-        for place in product(*map(range, shape)):
-            rest = iter(place)
-            values.append(_read(table, [_index(next(rest)) if x is None else x for x in places]))
+        for index in product(*map(range, shape)):
+            rest = iter(index)
+            values.append(_read(table, [_index(next(rest)) if x is None else x for x in indices]))
         return _row(shape, values)
 
 
@@ -304,7 +304,7 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     raise Refused(refusal_of(name) if isinstance(result, (tuple, list)) else refusal_of(name, BEHIND))
 
 
-def _places(row: Row, change: Callable[[Tensor], Any]) -> Any:
+def _permuted(row: Row, change: Callable[[Tensor], Any]) -> Any:
     """Where values are after the row's shape changes, computed on their numbers and not traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return change(torch.arange(len(row.values), device="cpu").reshape(row.shape))
@@ -320,13 +320,13 @@ def _flat(args: Any) -> list[Any]:
 def _element(row: Any, at: Any) -> Any:
     if not isinstance(row, Row):
         raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
-    return _picked(row.values, _places(row, lambda x: x[at]))
+    return _picked(row.values, _permuted(row, lambda x: x[at]))
 
 
-def _picked(values: list[Any], places: Tensor) -> Any:
+def _picked(values: list[Any], indices: Tensor) -> Any:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        picked = [values[i] for i in places.flatten().tolist()]
-    return _row(tuple(places.shape), picked)
+        picked = [values[i] for i in indices.flatten().tolist()]
+    return _row(tuple(indices.shape), picked)
 
 
 # Rows
@@ -362,12 +362,12 @@ def _of_rows(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if math.prod(shape) > WIDEST:
         raise Refused(f"rows of {shape} elements are too long: up to {WIDEST} are computed with")
 
-    def at(x: Any, place: tuple[int, ...]) -> Any:
-        return x.at(place) if isinstance(x, Row) else x
+    def at(x: Any, index: tuple[int, ...]) -> Any:
+        return x.at(index) if isinstance(x, Row) else x
 
     values = [
-        _plain(function, [at(x, place) for x in args], {key: at(x, place) for key, x in kwargs.items()})
-        for place in product(*map(range, shape))
+        _plain(function, [at(x, index) for x in args], {key: at(x, index) for key, x in kwargs.items()})
+        for index in product(*map(range, shape))
     ]
     return Row(shape, values)
 
@@ -378,7 +378,7 @@ def _groups(row: Row, dim: Any, keepdim: bool) -> tuple[tuple[int, ...], list[li
     dims = {d % len(row.shape) for d in dims}
     remaining = [d for d in range(len(row.shape)) if d not in dims]
     left = tuple(row.shape[d] for d in remaining)
-    ordered = _places(row, lambda x: x.permute(*remaining, *sorted(dims)).reshape(math.prod(left), -1).tolist())
+    ordered = _permuted(row, lambda x: x.permute(*remaining, *sorted(dims)).reshape(math.prod(left), -1).tolist())
     shape = tuple(1 if d in dims else n for d, n in enumerate(row.shape)) if keepdim else left
     return shape, [[row.values[i] for i in group] for group in ordered]
 
@@ -430,16 +430,16 @@ def _joined(name: str, parts: Any, dim: int = 0, axis: int | None = None) -> Any
             torch.arange(i, i + len(row.values), device="cpu").reshape(row.shape)
             for i, row in zip(first, rows, strict=True)
         ]
-        places = join(numbered, dim)
-    return _picked([x for row in rows for x in row.values], places)
+        indices = join(numbered, dim)
+    return _picked([x for row in rows for x in row.values], indices)
 
 
 def _reshaped(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     row = args[0]
-    places = _places(row, lambda x: function(x, *args[1:], **kwargs))
-    if isinstance(places, (tuple, list)):
+    indices = _permuted(row, lambda x: function(x, *args[1:], **kwargs))
+    if isinstance(indices, (tuple, list)):
         raise Refused(f"{function.__name__} makes several rows: take them by slices, x[:n]")
-    return _picked(row.values, places)
+    return _picked(row.values, indices)
 
 
 def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -456,18 +456,18 @@ def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[li
     return tile, tensors, numbers
 
 
-def form_of(tape: Tape, place: int) -> tuple[torch.dtype, tuple[int, ...]]:
+def form_of(tape: Tape, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype of a value, and its shape if it is a row: of a run in which no number decides what happens."""
     tile, tensors, numbers = zeros_like_inputs(tape, [(1, 1)] * 5)
     values: list[Any] = []
 
     def run(*inputs: Tensor) -> None:
         values.extend(inputs[:5])
-        _Replay(tape, values, inputs[5 : 5 + len(tensors)], inputs[5 + len(tensors) :]).steps(place - 4)
+        _Replay(tape, values, inputs[5 : 5 + len(tensors)], inputs[5 + len(tensors) :]).steps(index - 4)
 
     with torch._C._DisableFuncTorch(), _disable_current_modes():  # torch.no_grad() would be a part of an export
         Tracer().trace(run, [*tile, *tensors, *numbers])
-    value = values[place]
+    value = values[index]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())
 
 

@@ -141,7 +141,7 @@ class Tape:
         if isinstance(x, self.kind):
             if x.tape is not self:
                 raise Refused("a value kept from another call is used with the score")
-            return "value", x.place
+            return "value", x.value
         if isinstance(x, Tensor):
             return self._tensor(x, lifts)
         if kind is bool or x is None or kind is str or isinstance(x, (torch.dtype, torch.device)):
@@ -201,13 +201,13 @@ class Tape:
     def _indexed(self, base: Any, at: Any, line: Any) -> int:
         at = list(at) if isinstance(at, tuple) else [at]
         if isinstance(base, self.kind):
-            step = self.steps[base.place - 5] if base.place > 4 else None
+            step = self.steps[base.value - 5] if base.value > 4 else None
             if step is None or step[0] is not read or not any(x[0] == "row" for x in step[1][1:]):
                 return self._of_value(base, at, line)
-            tensor, places = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
+            tensor, reads = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
         else:
-            tensor, places = base, [None for _ in base.shape]
-        rows = [dim for dim, x in enumerate(places) if x is None]
+            tensor, reads = base, [None for _ in base.shape]
+        rows = [dim for dim, x in enumerate(reads) if x is None]
         full = _filled(at, len(rows))
         if full is None:
             reason = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
@@ -221,14 +221,14 @@ class Tape:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
-            places[dim] = self.argument(x, True, True)
-        self.rows = self.rows or any(x is None for x in places)
-        indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
+            reads[dim] = self.argument(x, True, True)
+        self.rows = self.rows or any(x is None for x in reads)
+        indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, reads, strict=True)]
         return self._append(read, (("tensor", self._placed(tensor)), *indices), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Elements of a computed row."""
-        if base.place < 5 or any(isinstance(x, Tensor) for x in at):
+        if base.value < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         positional = self.argument(base, False), self.argument(tuple(at), False)
         return self._append(element, positional, (), line)

@@ -60,7 +60,7 @@ class StandIn(Tensor):
     """A tensor without numbers. It stands for a value that a kernel computes."""
 
     tape: Tape
-    place: int
+    value: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,9 +71,9 @@ _EMPTY = torch.empty((), device="meta")
 _make: Any = Tensor._make_subclass
 
 
-def _stand_in(tape: Tape, place: int) -> Any:
+def _stand_in(tape: Tape, index: int) -> Any:
     stand_in = _make(StandIn, _EMPTY)
-    stand_in.tape, stand_in.place = tape, place
+    stand_in.tape, stand_in.value = tape, index
     return stand_in
 
 
@@ -243,7 +243,7 @@ class _TraceMode(TorchFunctionMode):
         if name in _QUERIES and type(x) is StandIn:
             return _query(name, func, x, args[1:])
         if name in ("__repr__", "__format__", "__str__"):
-            return f"a value of the score function, {name_of_place(x.place)}"
+            return f"a value of the score function, {name_of_index(x.value)}"
         if name == "to" or name == "type_as":
             dtype = target_dtype(StandIn, args, kwargs, _dtype)
             if dtype is None:
@@ -258,14 +258,14 @@ class _TraceMode(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
         if not self.graded or torch.is_grad_enabled():
-            return _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
+            return _stand_in(self.tape, self.tape.call(func, args, kwargs, _user_frame()))
         return self._constant_step(name, func, args, kwargs)
 
     def _constant_step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Without gradients."""
         if is_itself(name, args, kwargs, _dtype):
             return args[0]
-        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
+        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _user_frame()))
         return _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
 
 
@@ -294,21 +294,21 @@ _SIGNS = "+", "-", "*", "/", "/", "//", "%", "**", "&", "|", "^", "<<", ">>"
 WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
 
 
-def name_of_place(place: int) -> str:
-    return TILE[place] if place < 5 else f"step {place - 5}"
+def name_of_index(index: int) -> str:
+    return TILE[index] if index < 5 else f"step {index - 5}"
 
 
 # Attributes of stand-ins
 
 
 def _dtype(x: StandIn) -> torch.dtype:
-    return x.tape.dtype if x.place == 0 else torch.int64 if x.place < 5 else _form(x)[0]
+    return x.tape.dtype if x.value == 0 else torch.int64 if x.value < 5 else _form(x)[0]
 
 
 def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
     from saccade.scores.tracing.lowering import form_of
 
-    return form_of(x.tape, x.place)
+    return form_of(x.tape, x.value)
 
 
 def _query(name: str, query: Callable[..., Any], x: StandIn, args: Any) -> Any:
@@ -319,13 +319,13 @@ def _query(name: str, query: Callable[..., Any], x: StandIn, args: Any) -> Any:
         return x.tape.device.type == _DEVICES[name]
     if name == "__hash__":
         return id(x)
-    shape = _form(x)[1] if x.place > 4 and name not in _OF_TYPES else ()
+    shape = _form(x)[1] if x.value > 4 and name not in _OF_TYPES else ()
     if not shape and name not in _OF_TYPES:
         raise Refused(_SHAPE)
     if name in ("unbind", "__iter__"):
         dim = args[0] % len(shape) if args else 0
-        places = [(*[slice(None)] * dim, i) for i in range(shape[dim])]
-        row = [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, place), {})) for place in places]
+        indices = [(*[slice(None)] * dim, i) for i in range(shape[dim])]
+        row = [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, index), {})) for index in indices]
         return iter(row) if name == "__iter__" else row
     return query(torch.empty(shape, dtype=_dtype(x), device="meta"), *args)
 
@@ -345,7 +345,7 @@ _TORCH = torch.__path__[0]
 _HERE = str(Path(__file__).parents[1])
 
 
-def _place() -> tuple[str, int] | None:
+def _user_frame() -> tuple[str, int] | None:
     """The line of the user's code that is running."""
     frame = sys._getframe(4)
     while frame is not None and frame.f_code is not _RECORD:
@@ -385,8 +385,8 @@ def user_line(failed: BaseException) -> str | None:
     return line
 
 
-def line_of(place: tuple[str, int] | None) -> str | None:
-    return place and f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+def line_of(frame: tuple[str, int] | None) -> str | None:
+    return frame and f"{frame[0]}:{frame[1]}: {linecache.getline(*frame).strip()}"
 
 
 # Writes of a function to memory that was there before it ran: refused before they happen.

@@ -18,7 +18,7 @@ from saccade.backends.device.dropout import opened
 from saccade.backends.hopper.backward.args import BackwardArgs, issue_product, issue_sums, no_sums
 from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_place
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
 from saccade.backends.hopper.backward.load import load_items
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -279,20 +279,20 @@ class Consumer:
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(first, masked, disable_licm=True):
-                place = h, block.edge(i)
-                h, i = next_place(h, i, blocks)
+                tile = h, block.edge(i)
+                h, i = next_step(h, i, blocks)
                 sums, neg_lse, bounds = self.step(
-                    sums, neg_lse, bounds, n, *place, block.edge(i), self.args.MASKED, False
+                    sums, neg_lse, bounds, n, *tile, block.edge(i), self.args.MASKED, False
                 )
             blocks = block.steps(1) - blocks
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(masked, end, disable_licm=True):
                 sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, BEYOND)
-                h, i = next_place(h, i, blocks)
+                h, i = next_step(h, i, blocks)
         else:
             for n in tl.range(first, end, disable_licm=True):
-                h, q_block = block.place(n - first, group)
+                h, q_block = block.step_at(n - first, group)
                 sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, q_block, 0, False)
         return sums
 

@@ -88,8 +88,8 @@ class KVBlock:
     @gluon.jit
     def outside(self, i):
         """A head's i-th q block before or after the core."""
-        place = self.first + i
-        return gl.where(place < self.core, place, place - self.core + self.core_end)
+        offset = self.first + i
+        return gl.where(offset < self.core, offset, offset - self.core + self.core_end)
 
     @gluon.jit
     def inner(self, i):
@@ -100,15 +100,15 @@ class KVBlock:
             return self.q_block(self.core + i)
 
     @gluon.jit
-    def q_block(self, place):
+    def q_block(self, offset):
         """The q block at a place of [first, end)."""
         if self.block_list is None:
-            return place
+            return offset
         else:
-            return gl.load(self.block_list + place)
+            return gl.load(self.block_list + offset)
 
     @gluon.jit
-    def place(self, n, group):
+    def step_at(self, n, group):
         """Head and q block of step n."""
         outer = n < self.edges(group)
         early = outer
@@ -118,9 +118,9 @@ class KVBlock:
         outside = self.end - self.first - inside
         blocks = gl.where(outer, outside, inside)
         n -= gl.where(early, 0, group * (inside if self.BEYOND else outside))
-        place = gl.where(outer, self.first, self.core) + n % blocks
+        offset = gl.where(outer, self.first, self.core) + n % blocks
         h = self.share * group + n // blocks
-        return h, self.q_block(place + gl.where(outer & (place >= self.core), inside, 0))
+        return h, self.q_block(offset + gl.where(outer & (offset >= self.core), inside, 0))
 
     @gluon.jit
     def side(self, q_block, score, h, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
@@ -164,7 +164,7 @@ class KVBlock:
 
 
 @gluon.jit
-def next_place(h, i, blocks):
+def next_step(h, i, blocks):
     """The next head and block where each head has so many of them; cheaper than a division in every step."""
     last = i + 1 == blocks
     return gl.where(last, h + 1, h), gl.where(last, 0, i + 1)

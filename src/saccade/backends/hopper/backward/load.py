@@ -43,13 +43,13 @@ def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS:
 
 
 @aggregate
-class QBlockPlace:
-    """BLOCK_Q rows of one head: where they are in q and dout, and, at `place`, in -lse and -delta."""
+class QBlockRows:
+    """BLOCK_Q rows of one head: where they are in q and dout, and, at `offset`, in -lse and -delta."""
 
     b: gl.tensor
     h: gl.tensor
     row: gl.tensor
-    place: gl.tensor
+    offset: gl.tensor
     used: gl.tensor
     """how many rows are in use"""
     whole: Value
@@ -60,12 +60,12 @@ class QBlockPlace:
 def q_block_of(block, n, args):
     """The QBlockPlace of step n."""
     BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
-    h, q_block = block.place(n, args.group)
+    h, q_block = block.step_at(n, args.group)
     row = q_block * BLOCK_Q
-    place = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
+    offset = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
     whole = args.kv_blocks.span_q is None or row + BLOCK_Q <= block.rows
     b, at = block.row_of_q(row)
-    return QBlockPlace(b, h, at, place, block.rows - row, whole)
+    return QBlockRows(b, h, at, offset, block.rows - row, whole)
 
 
 @aggregate
@@ -94,7 +94,7 @@ class RowLoader:
         tiles = self.ring.tiles
         first = self.ring.first_of(stage)
         copy(self.desc, q_block.b, q_block.h, q_block.row, barrier, tiles, first, self.COLUMNS, self.CHUNKS)
-        tma_load(self.numbers_desc, [q_block.place], barrier, self.numbers.index(stage))
+        tma_load(self.numbers_desc, [q_block.offset], barrier, self.numbers.index(stage))
 
     @gluon.jit
     def end(self, n, tails, q_block):

@@ -27,10 +27,10 @@ def bounds_of_rows(kv_blocks, block, q_block, layout: gl.constexpr):
     [BLOCK_Q] each, a tuple. () where rows have no bounds in memory."""
     if kv_blocks.mask.bounded:
         BLOCK_Q: gl.constexpr = kv_blocks.BLOCK_Q
-        place = block.q_block_number(0, q_block, 1, kv_blocks.q_blocks) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout)
-        hi = gl.load(kv_blocks.mask.data[1].hi + place)
+        offset = block.q_block_number(0, q_block, 1, kv_blocks.q_blocks) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout)
+        hi = gl.load(kv_blocks.mask.data[1].hi + offset)
         if kv_blocks.mask.has_lower_bound:
-            return hi, gl.load(kv_blocks.mask.data[1].lo + place)
+            return hi, gl.load(kv_blocks.mask.data[1].lo + offset)
         else:
             return (hi,)
     else:

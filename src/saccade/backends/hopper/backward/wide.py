@@ -25,7 +25,7 @@ from saccade.backends.hopper.backward.dq import (
     to_register_order,
 )
 from saccade.backends.hopper.backward.epilogue import store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_place
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
 from saccade.backends.hopper.backward.load import load
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -166,7 +166,7 @@ class WideConsumer:
         """Adds the consumer's columns of dq of step n. Step -1 has zeros, and adds them to the first q block."""
         args = self.args
         semaphore = args.dq_semaphore
-        h, q_block = self.block.place(gl.maximum(n, 0), args.group)
+        h, q_block = self.block.step_at(gl.maximum(n, 0), args.group)
         tile = self.block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks)
         if semaphore is not None:
             acquire(semaphore, 2 * tile + self.c, args.kv_blocks, self.block, q_block, 4)
@@ -281,16 +281,16 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
         i = gl.to_tensor(0)
         for n in tl.range(0, masked, disable_licm=True):
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.edge(i), True)
-            h, i = next_place(h, i, blocks)
+            h, i = next_step(h, i, blocks)
         blocks = block.steps(1) - blocks
         h = block.share * group
         i = gl.to_tensor(0)
         for n in tl.range(masked, steps, disable_licm=True):
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.inner(i), False)
-            h, i = next_place(h, i, blocks)
+            h, i = next_step(h, i, blocks)
     else:
         for n in tl.range(steps, disable_licm=True):
-            h, q_block = block.place(n, group)
+            h, q_block = block.step_at(n, group)
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, q_block, False)
     shared.exchange.take_ds()
     dq = consumer.issue_dq(steps - 1)

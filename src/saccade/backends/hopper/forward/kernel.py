@@ -203,14 +203,14 @@ def shrink(acc, alpha):
 @gluon.jit
 def first_softmax(pipe, rows, item, s, captured):
     """The state after the scores of the last tile, the first to come."""
-    place = item.end - 1
-    tile = tile_at(rows.rule.mask, item.block_list, item.hi, place)
+    index = item.end - 1
+    tile = tile_at(rows.rule.mask, item.block_list, item.hi, index)
     unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
     s = rows.apply_score(s, tile, unit, captured)
-    if place >= item.core_end:
+    if index >= item.core_end:
         s = rows.apply_mask(s, tile, False)
     elif rows.rule.mask.has_lower_bound:  # noqa: SIM102 - known when this is compiled, and the next is not
-        if place < item.core:
+        if index < item.core:
             s = rows.apply_mask(s, tile, True)
     LEAST: gl.constexpr = LOWEST_FINITE if rows.rule.score.large_scores else LOWEST
     least = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s.type.layout))
@@ -269,14 +269,14 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
 
 @gluon.jit
 def run_of_tiles(
-    c: gl.constexpr, pipe, rows, item, state, n, place, end, MASKED: gl.constexpr, LOWER: gl.constexpr
+    c: gl.constexpr, pipe, rows, item, state, n, index, end, MASKED: gl.constexpr, LOWER: gl.constexpr
 ):  # fmt: skip
-    """The tiles before `place` down to `end`, all of them with the mask or without. Returns the state, n and place."""
+    """The tiles before `index` down to `end`, all of them with the mask or without. Returns the state, n and place."""
     # All numbers from the loop's own: with one of them carried along, d = 64 lost 4 %.
-    for i in range(place - end):
-        tile = tile_at(rows.rule.mask, item.block_list, item.hi, place - 1 - i)
+    for i in range(index - end):
+        tile = tile_at(rows.rule.mask, item.block_list, item.hi, index - 1 - i)
         state = step(c, pipe, rows, item, state, n + i, tile, MASKED, LOWER)
-    return state, n + gl.maximum(place - end, 0), gl.minimum(place, end)
+    return state, n + gl.maximum(index - end, 0), gl.minimum(index, end)
 
 
 @gluon.jit
@@ -284,24 +284,24 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
     """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
     first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
     more, as does one in the backward (notes/gluon.md)."""
-    place = item.end - 1
+    index = item.end - 1
     if rows.rule.mask.has_lower_bound:
-        edge = gl.minimum(item.core_end, place)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, True, True)
+        edge = gl.minimum(item.core_end, index)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, edge, True, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, False, True)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.first, True, True)
     elif rows.rule.score.constant_beyond and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, True, False)
         # Those of one bias, those in reach, and those of another bias.
         left, right = tiles_in_reach(args, pipe, rows, item)
-        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, place - 1))
-        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, right, False, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, left, False, False)
-        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, place - 1))
-        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, item.first, False, False)
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, index - 1))
+        state, n, index = run_of_tiles(c, pipe, far, item, state, n, index, right, False, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, left, False, False)
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, index - 1))
+        state, n, index = run_of_tiles(c, pipe, far, item, state, n, index, item.first, False, False)
     else:
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, False, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, True, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.first, False, False)
     return state, n
 
 

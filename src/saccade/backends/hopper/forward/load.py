@@ -34,8 +34,8 @@ from saccade.backends.hopper.forward.work_item import (
     THERE,
     USED,
     block_list_of,
+    locate_packed,
     packed_list,
-    packed_place,
     put_tiles,
     sorted_number,
     tile_at,
@@ -192,7 +192,7 @@ class LoadItem:
     hi: gl.tensor
     skipped: gl.tensor
     """how many tiles a consumer may have to skip before the first that it sees"""
-    place: Value
+    offset: Value
     """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
     runs: which of `ArrivalArgs.steps` brings the item's"""
 
@@ -251,11 +251,11 @@ def open_item(args, pipe, number, drawn):
         number = number // plain_int(args.parts.splits)
         pipe.slots.put(at, PART, part)
     if is_packed(args.used_q):
-        b, h_k, in_group, row = packed_place(
+        b, h_k, in_group, row = locate_packed(
             args.scheduler, number, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
         )
     else:
-        b, h_k, in_group, row = args.scheduler.place(number, ROWS, PACK)
+        b, h_k, in_group, row = args.scheduler.locate(number, ROWS, PACK)
     _, first_row, there, rows = extent(args.used_q, b, args.s_q)
     _, first_key, _, keys = extent(args.used_k, b, args.s_k)
     pipe.slots.put(at, BATCH, b)
@@ -276,14 +276,14 @@ def open_item(args, pipe, number, drawn):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
-    place = gl.to_tensor(0)  # of one type in every loop
+    offset = gl.to_tensor(0)  # of one type in every loop
     if is_packed(args.used_k):
         if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
-            place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
+            offset = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
         if args.arrivals is not None:
-            place = b * args.h_k + h_k
+            offset = b * args.h_k + h_k
         b = first_key
-    return LoadItem(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
+    return LoadItem(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, offset)
 
 
 @gluon.jit
@@ -338,21 +338,21 @@ def load_captured(args, pipe, stage, item, start, full):
     b = item.b if args.captured.per_batch_row else item.b * 0
     h = item.h_k * args.group + item.in_group if args.captured.per_head else item.h_k * 0
     for c in gl.static_range(pipe.shape.CONSUMERS):
-        place = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
-        tma_load(args.captured_desc, [b, h, item.row + c * 64, start], full, place)
+        buffer = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
+        tma_load(args.captured_desc, [b, h, item.row + c * 64, start], full, buffer)
 
 
 @gluon.jit
 def tiles_there(args, item, BLOCK_K: gl.constexpr):
     """How many tiles of a work item have keys that are there; they are the first, as the last keys are."""
-    coming = gl.load(args.arrivals.coming + item.place // args.h_k)
+    coming = gl.load(args.arrivals.coming + item.offset // args.h_k)
     return gl.maximum(item.hi - (coming + BLOCK_K - 1) // BLOCK_K, 0)
 
 
 @gluon.jit
 def wait_for_keys(arrivals, item):
     """Until all keys and values of a work item have come."""
-    step = gl.load(arrivals.steps + item.place)
+    step = gl.load(arrivals.steps + item.offset)
     if step > 0:
         wait_for_copies(arrivals.done, step)
 
@@ -388,7 +388,7 @@ def load_stage(args, pipe, tiles, stage, item, start, page, barrier):
         b = item.b
         if is_packed(args.used_k):
             b = b * 0
-        tma_load(args.v_desc, [b, item.h_k, 0, item.place + start], barrier, tiles.index(stage))
+        tma_load(args.v_desc, [b, item.h_k, 0, item.offset + start], barrier, tiles.index(stage))
     elif args.pages is None:
         b, row = placed(args.used_k, item.b, start)
         tma_load(args.v_desc, [b, item.h_k, row, 0], barrier, tiles.index(stage))

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -41,7 +42,7 @@ class TileScheduler:
     """of each key head"""
 
     @gluon.jit
-    def place(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
+    def locate(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
         """Batch row, key head, first head in its group and first row of an item.
 
         Within a section of heads the last rows come first: under a causal mask they take longest.
@@ -64,8 +65,8 @@ def sorted_number(pending, items, drawn):
     programs = gl.num_programs(0)
     item = counted(pending) + programs
     if items <= FEW * programs:
-        place = gl.program_id(0)
-        item = drawn * programs + gl.where(drawn % 2 == 0, place, programs - 1 - place)
+        program = gl.program_id(0)
+        item = drawn * programs + gl.where(drawn % 2 == 0, program, programs - 1 - program)
     return item
 
 
@@ -74,15 +75,15 @@ def packed_list(scheduler, item, span_q, row, there, ROWS: tl.constexpr):
     """Which of a head's block lists is that of an item: they lie in the order of the table, in which the last rows of
     each sequence come first."""
     first = tl.load(span_q.tiles + 3 + 2 * (item // scheduler.heads))
-    place = first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
-    return tl.minimum(place, tl.load(span_q.tiles) - 1)  # broken offsets may ask for more than there is room for
+    number = first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
+    return tl.minimum(number, tl.load(span_q.tiles) - 1)  # broken offsets may ask for more than there is room for
 
 
 @triton.jit
-def packed_place(
+def locate_packed(
     scheduler, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr, BY_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The same as TileScheduler.place, of packed sequences: one after the other in the order of their table, each with
+    """The same as TileScheduler.locate, of packed sequences: one after the other in the order of their table, each with
     sections of its own. BY_BLOCKS: these have so many blocks, not keys."""
     entry = span_q.tiles + 2 + 2 * (item // scheduler.heads)
     b = tl.load(entry)
@@ -198,9 +199,9 @@ def block_list_of(args, pipe, at, b, h, row):
 
 
 @gluon.jit
-def tile_at(mask, block_list, hi, place):
-    """The tile of keys at a place of [lo, hi): itself, or what the block list has there, counted from its end."""
+def tile_at(mask, block_list, hi, index):
+    """The tile of keys at an index of [lo, hi): itself, or what the block list has there, counted from its end."""
     if mask.block_sparse:
-        return gl.load(block_list + (hi - 1 - place))
+        return gl.load(block_list + (hi - 1 - index))
     else:
-        return place
+        return index

@@ -205,13 +205,13 @@ def store_whole(c: gl.constexpr, args, tile, rows, state, total):
     live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
     if c == 0 and args.lse is not None:
-        place = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
-        gl.store(args.lse + place, lse, mask=live)
-    place = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
+        offset = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
+        gl.store(args.lse + offset, lse, mask=live)
+    pointers = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
     column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
     there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
     out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
-    gl.store(place[:, None] + column[None, :], out, mask=there)
+    gl.store(pointers[:, None] + column[None, :], out, mask=there)
 
 
 @gluon.jit

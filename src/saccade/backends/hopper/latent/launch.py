@@ -87,8 +87,8 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
 
 def empty_schedule(call: Call, cut: Cut) -> Schedule:
     b = call.layout.sequences
-    places = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
-    return Schedule(places, places[b + 1 :], runtime_int(b), runtime_int(cut.lines))
+    pointers = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
+    return Schedule(pointers, pointers[b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
 def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
