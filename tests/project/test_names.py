@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -14,6 +15,28 @@ MOST_PARAMETERS = {"helper": 12, "kernel": 28}
 
 NO_SYMBOLS = "backends", "testing", "scores/tracing/lowering.py"
 """What torch.compile and exports never follow: it runs inside of operators, or on small tensors of known shapes."""
+
+
+GONE = {
+    "place places Place _place _places": "index, offset, row or slot: what it counts",
+    "lie": "memory_layout",
+    "Found": "CallKey",
+    "Recorder Repeat shortcut shortcuts repeats_of": "LaunchRecorder, Replay",
+    "Recording recording recordings": "Trace, trace",
+    "Proof proof proven": "Guards, guards, guarded",
+    "told": "describe, or what the text says",
+    "lower": "has_lower_bound",
+    "listed": "block_sparse",
+    "by_row": "bounds_per_row",
+    "vast": "large_scores",
+    "steady": "unit_slope",
+    "brought": "tma_tile",
+    "rules": "mask, score, …: each by its name",
+    "LoadTile WorkTile work_tile": "LoadItem, WorkItem",
+    "plainly once lasting lazily": "without_shortcuts, cached_method, cached_attribute",
+}
+"""Names that said nothing to a reader, and what says it."""
+STANDS = {"lower": "a method of str, and the lower half of columns", "outrun": "an attribute that users read"}
 
 
 def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
@@ -108,4 +131,13 @@ def test_sizes_are_not_looked_up():
         else:
             wrong = isinstance(node, (ast.Set, ast.SetComp)) and of_shape(node)
         found += [f"{name}: {ast.unparse(node)}"] if wrong else []
+    assert not found
+
+
+def test_gone_names_stay_gone() -> None:
+    gone = {word for words in GONE for word in words.split()} - set(STANDS)
+    found = []
+    for name, file in FILES.items():
+        with file.open("rb") as text:
+            found += [f"{name}:{x.start[0]}: {x.string}" for x in tokenize.tokenize(text.readline) if x.string in gone]
     assert not found

@@ -84,11 +84,11 @@ class ArrivingRows(PulledRows):
         return Layouts(
             Packed.from_lengths([*own.values()], device=device),
             Packed.from_lengths(rows, keys, device=device),
-            self._places().to(device),
+            self._slots().to(device),
             torch.tensor([*coming, 0], dtype=torch.int32, device="cpu").to(device),
         )
 
-    def _places(self) -> Tensor:
+    def _slots(self) -> Tensor:
         """A layer has each own piece once, for one piece of its document that sees it."""
         layers: list[list[Segment]] = []
         times: dict[int, int] = {}

@@ -21,7 +21,7 @@ from saccade.distributed.sharding import Piece, Sharding, shifted
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.util import arguments
-from saccade.util.caches import lazily
+from saccade.util.caches import cached_attribute
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
@@ -113,7 +113,7 @@ class ContextPlan:
         """(document, start, stop) of this rank's rows, in their order."""
         return self.sharding.by_rank[self.rank]
 
-    @lazily
+    @cached_attribute
     def used_rows(self) -> int:
         """How many rows this rank has, padding not counted; of a batch, in each of its rows."""
         return sum(piece.rows for piece in self.pieces)

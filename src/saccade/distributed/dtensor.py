@@ -93,14 +93,14 @@ class _Cut(NamedTuple):
             x = DTensor.from_local(x, self.mesh, everywhere, run_check=False)
         elif x.device_mesh != self.mesh or tuple(x.placements) not in (everywhere, wanted):
             choices = " or ".join(dict.fromkeys([str(everywhere), str(wanted)]))
-            raise ValueError(f"{name} beside DTensors must be {choices} on their mesh, or plain, got {_told(x)}")
+            raise ValueError(f"{name} beside DTensors must be {choices} on their mesh, or plain, got {_described(x)}")
         return _local(x.redistribute(placements=wanted), self.placements(dims, Partial()))
 
     def constant(self, x: Tensor, dims: dict[str, int]) -> Tensor:
         """The same of a tensor of mask or layout, cut along those of its dimensions that are not 1."""
         if isinstance(x, DTensor):
             if any(not placement.is_replicate() for placement in x.placements):
-                raise ValueError(f"tensors of mask and layout must be replicated, or plain, got {_told(x)}")
+                raise ValueError(f"tensors of mask and layout must be replicated, or plain, got {_described(x)}")
             x = _local(x)
         for letter, dim in dims.items():
             if letter in self.letters and dim >= 0 and x.shape[dim] != 1:
@@ -117,7 +117,7 @@ def _cut_of(call: Call) -> _Cut:
     operands: dict[str, Any] = dict(zip("qkv", call.given, strict=False))
 
     def got() -> str:
-        return ", ".join(f"{name} {_told(x)}" for name, x in operands.items()) + f" in order {call.layout.order}"
+        return ", ".join(f"{name} {_described(x)}" for name, x in operands.items()) + f" in order {call.layout.order}"
 
     if any(not isinstance(x, DTensor) for x in operands.values()):
         raise TypeError(
@@ -228,5 +228,5 @@ def _local(x: Any, of_gradient: Sequence[Placement] | None = None) -> Tensor:
     return x.wait() if arguments.of_torch("AsyncCollectiveTensor", x) else x
 
 
-def _told(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"{tuple(x.shape)} {tuple(x.placements) if isinstance(x, DTensor) else 'plain'}"

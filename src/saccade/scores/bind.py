@@ -94,8 +94,8 @@ def _traced(
         program, rows = guarded.program, guarded.rows
         tensors, numbers = now
     else:
-        dtype, device, name, *_ = settings
-        trace = trace_function(run, dtype, device, outputs)
+        dtype, traced_on, name, *_ = settings
+        trace = trace_function(run, dtype, traced_on, outputs)
         program, tape = cache.program(trace, name), trace.tape
         if isinstance(fn, CallbackMod) and program.callbacks is None:
             program.callbacks = callbacks_of(fn, program, tape)

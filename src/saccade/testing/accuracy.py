@@ -142,7 +142,7 @@ def check(
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
             if name in totals:  # sums over all batch rows, and of captured tensors over all heads
-                at = (slice(None), *_place_in_sum(name, part))
+                at = (slice(None), *_offset_in_sum(name, part))
                 totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
             of_rows = name in ("lse", "max_scores")
@@ -167,7 +167,7 @@ def check(
     return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
 
 
-def _place_in_sum(name: str, part: CallSlice) -> tuple[Any, ...]:
+def _offset_in_sum(name: str, part: CallSlice) -> tuple[Any, ...]:
     """Where a slice adds to a gradient that it shares with others."""
     if name == "dsink":
         return (part.rows_at[1],)

@@ -166,12 +166,12 @@ def parts_of(spec: Spec) -> list[str]:
 def move(folder: Path, folder_name: str) -> None:
     """Makes a folder's lists of files name another place, where it will be. Triton writes absolute paths."""
     for file in folder.glob("*/__grp__*.json"):
-        listed = json.loads(file.read_text())
-        paths = listed["child_paths"]
-        listed["child_paths"] = {
+        group = json.loads(file.read_text())
+        paths = group["child_paths"]
+        group["child_paths"] = {
             name: f"{folder_name}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()
         }
-        file.write_text(json.dumps(listed))
+        file.write_text(json.dumps(group))
 
 
 # Whether what a folder of kernels holds is whole: Triton itself asks only whether the files are there
@@ -201,8 +201,8 @@ def drop_broken(folder: Path) -> list[str]:
 def _broken_of(group: Path) -> Path | None:
     """The first file of a kernel's that is not whole, if any: in the group's own folder, as its list may name the place
     where that will be."""
-    listed = _json(group)
-    paths = listed.get("child_paths") if isinstance(listed, dict) else None
+    names_of_files = _json(group)
+    paths = names_of_files.get("child_paths") if isinstance(names_of_files, dict) else None
     if not isinstance(paths, dict) or not any(name.endswith(".json") for name in paths):
         return group
     files = (group.parent / name for name in paths)

@@ -13,7 +13,7 @@ from saccade.call.descale import BLOCK
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
-class Places(NamedTuple):
+class CacheRows(NamedTuple):
     """Of every new row, (n,): its slot in the cache, or -1; its position; whether it is a sequence's, and whose."""
 
     slot: Tensor
@@ -52,13 +52,13 @@ def _of_rows(factor: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     return factor[sequence, :, (position // BLOCK).clamp(max=factor.shape[2] - 1)][..., None]
 
 
-def _by_slot(layout: CacheSlots) -> Places:
+def _by_slot(layout: CacheSlots) -> CacheRows:
     slot = layout.slot_mapping.flatten().long()
     position = torch.zeros_like(slot) if layout.positions is None else layout.positions.flatten().long()
-    return Places(slot, position, torch.ones_like(slot, dtype=torch.bool), torch.zeros_like(slot))
+    return CacheRows(slot, position, torch.ones_like(slot, dtype=torch.bool), torch.zeros_like(slot))
 
 
-def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
+def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> CacheRows:
     used = layout.seqused_k.long()
     offsets = layout.cu_seqlens_q
     if offsets is None:
@@ -73,7 +73,7 @@ def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
     page = torch.full_like(position, -1)
     page[inside] = layout.block_table[b[inside], position[inside] // size].long()
     mapped = (page >= 0) & (page < pages)
-    return Places(torch.where(mapped, page * size + position % size, -1), position, known, b)
+    return CacheRows(torch.where(mapped, page * size + position % size, -1), position, known, b)
 
 
 def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.scores import Score, Traced
 from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
-from saccade.util.caches import BoundedCache, lazily
+from saccade.util.caches import BoundedCache, cached_attribute
 from saccade.util.memory_layout import ALIGNMENT
 
 # cuDNN graphs of attention, by NVIDIA's Python frontend, which a call imports first: built, cached and run.
@@ -85,7 +85,7 @@ class GraphKey:
     score: ScoreGraph | None = None
     score_inputs: tuple[TensorDesc, ...] = ()
 
-    @lazily
+    @cached_attribute
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 

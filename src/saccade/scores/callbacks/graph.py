@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.scores.score_mod import Named
-from saccade.util.caches import lazily
+from saccade.util.caches import cached_attribute
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -315,7 +315,7 @@ class CallbackGraph(Named):
     """The steps that the last one needs."""
     derivative: bool
 
-    @lazily
+    @cached_attribute
     def _hash(self) -> int:
         return hash((self.name, self.steps, self.derivative))
 

@@ -25,7 +25,7 @@ from saccade.scores.codegen.distances import by_distance, depends_on
 from saccade.scores.tracing.lowering import K, Q, Raw, Tracer, aten, in_order, lower, name_of, outputs_of
 from saccade.scores.tracing.tape import NO_DERIVATIVE, TILE, Refused, refusal_of
 from saccade.scores.tracing.trace import Trace, error_text
-from saccade.util.caches import BoundedCache, CacheInfo, lazily
+from saccade.util.caches import BoundedCache, CacheInfo, cached_attribute
 
 
 class Program:
@@ -172,31 +172,31 @@ class Program:
         """A graph of the derivatives by the reads of the tensors that are wanted, each followed by its indices."""
         return Assembly(self, self.derived).locals(wanted)
 
-    @lazily
+    @cached_attribute
     def indices(self) -> frozenset[str]:
         """Which of b and h it depends on."""
         inputs = self.value.graph.find_nodes(op="placeholder")
         return frozenset(str(node.target) for node in inputs if node.target in ("b", "h") and node.users)
 
-    @lazily
+    @cached_attribute
     def distance_reads(self) -> dict[int, Read]:
         """The reads of numbers by distance, by their numbers among all reads."""
         reads = Assembly(self, self.core).reads()
         return {i: reads[i] for i in self.differentiable if by_distance(reads[i].at)}
 
-    @lazily
+    @cached_attribute
     def distance_inputs(self) -> list[tuple[bool, bool]]:
         """Of each of those, whether its place depends on b, and on h."""
         return [(depends_on("b", read.at), depends_on("h", read.at)) for read in self.distance_reads.values()]
 
-    @lazily
+    @cached_attribute
     def reads_of_keys(self) -> frozenset[int]:
         """The tensors that are read at a key's number itself in their last dimension."""
         reads = zip(self.read_tensors, self.read_indices, strict=True)
         last = ((tensor, at[-1]) for tensor, at in reads if at)
         return frozenset(i for i, x in last if isinstance(x, fx.Node) and x.target == "kv_idx")
 
-    @lazily
+    @cached_attribute
     def own_elements(self) -> dict[int, tuple[str | None, ...]]:
         """The tensors that have an element for each row and key, as each is read once, at these numbers themselves, and
         at those of the batch row or the head. The names of the indices; None: the first element."""
@@ -211,7 +211,7 @@ class Program:
                 found[tensor] = indices
         return found
 
-    @lazily
+    @cached_attribute
     def added(self) -> frozenset[int]:
         """Those of which each element is added to a score that is otherwise the product itself, so that the gradients
         of both are one."""
@@ -221,13 +221,13 @@ class Program:
         derivatives = {i: outputs_of(self.locals([i == j for j in tensors])[0].graph) for i in self.own_elements}
         return frozenset(i for i, found in derivatives.items() if found and all(_is_one(x) for x, _ in found))
 
-    @lazily
+    @cached_attribute
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
         graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
         return any(x.target == "b" and x.users for graph in graphs for x in graph.find_nodes(op="placeholder"))
 
-    @lazily
+    @cached_attribute
     def identity(self) -> str:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]

@@ -95,10 +95,10 @@ class BackwardConfig:
 
     def tile_bytes(self, captured: bool, tight: bool) -> int:
         """Shared memory of tiles, where programs stay: of q, dout, ds, their LSE and delta two, and one of dq."""
-        k_places = 1 if (captured or tight) and self.columns > 64 else 2
-        v_places = 1 if tight or self.v_columns > 64 else 2
+        k_slots = 1 if (captured or tight) and self.columns > 64 else 2
+        v_slots = 1 if tight or self.v_columns > 64 else 2
         rows = 4 * (self.columns + self.v_columns) + 4 * self.block_k + 16 + 4 * self.columns + 512 * captured
-        return self.block_q * rows + 2 * self.block_k * (k_places * self.columns + v_places * self.v_columns)
+        return self.block_q * rows + 2 * self.block_k * (k_slots * self.columns + v_slots * self.v_columns)
 
     def shared_bytes(self, call: Call, captured: bool, tight: bool) -> int:
         """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.

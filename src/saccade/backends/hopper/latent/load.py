@@ -131,10 +131,10 @@ def merge_kernel(
     for at in range(0, count, CHUNK):
         # [CHUNK]
         number = at + tl.arange(0, CHUNK)
-        place_of_part = row_of_parts + number * stride
-        weight = tl.exp(tl.load(part_lse + place_of_part, mask=number < count, other=float("-inf")) - top) / total
+        index_of_part = row_of_parts + number * stride
+        weight = tl.exp(tl.load(part_lse + index_of_part, mask=number < count, other=float("-inf")) - top) / total
         there = (weight != 0)[:, None]
-        values = tl.load(parts + place_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
+        values = tl.load(parts + index_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
     base = out.ptr + (
         b.to(tl.int64) * plain_int(out.stride_b) + h.to(tl.int64) * plain_int(out.stride_h)
