@@ -20,7 +20,7 @@ from benchmarks.harness.machine import Run, folder
 from benchmarks.harness.providers import PROVIDERS, Provider, matching
 from benchmarks.harness.rows import BenchRow
 from benchmarks.harness.run import Bench, DeviceLost, run
-from saccade.cli.console import listed, print_whole, some_name
+from saccade.cli.console import print_whole, some_name, split_names
 from saccade.testing.machine import described
 from saccade.testing.timing import Clock
 
@@ -54,7 +54,7 @@ def bench(
     place = _place(device)
     default = "h200" if place.type == "cuda" else "cpu"
     default = "host" if measure_host else "first-call" if measure_first else default
-    names = listed(cases) if cases else [default]
+    names = split_names(cases) if cases else [default]
     console = Console(stderr=True, soft_wrap=True)
     try:
         old = None if compare is None else rows.read(compare)

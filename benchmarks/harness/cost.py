@@ -48,7 +48,7 @@ def visible_pairs(case: Case, inputs: Inputs) -> Fraction:
     if layout.ragged_keys:
         q, k = layout.canonical(inputs.q), layout.canonical(inputs.k)
         total = Fraction(0)
-        for b, _, rows, _, keys in layout.places(q, k):
+        for b, _, rows, _, keys in layout.sequence_slices(q, k):
             used_q, used_k = (None if x is None else x[b : b + 1] for x in used)
             extent = Extent.of(rows.stop - rows.start, keys.stop - keys.start, used_q, used_k, device)
             own = None if mask is None else of_batch_row(of_rows(mask, rows), b)

@@ -13,7 +13,7 @@ from benchmarks.harness.grids import Cell
 from benchmarks.harness.providers.base import Prepared, Results
 from benchmarks.harness.quantizing import options
 from saccade.call.descale import BLOCK, EIGHT_BITS, NAMES
-from saccade.layouts import ORDERS, Dense, SequencePlace
+from saccade.layouts import ORDERS, Dense, SequenceSlice
 from saccade.ops.quantization import Quantized
 from saccade.testing.accuracy import ErrorTally
 from saccade.testing.call_slice import At, CheckedCall, Precision
@@ -58,9 +58,9 @@ class Verifier:
         self.call = CheckedCall.of(inputs.q, inputs.k, inputs.v, dout, None, inputs.keywords).canonical()
         # Peers are held to what a fused backend of the machine is.
         self.precision = Precision.of(inputs.q.dtype, inputs.k.dtype, inputs.q.device, "auto")
-        places = list(self.call.places())
+        places = list(self.call.sequence_slices())
         if self.layout.ragged_keys:  # the oracle may have room for one sequence: the longest
-            places.sort(key=lambda place: place.rows.start - place.rows.stop)
+            places.sort(key=lambda sequence: sequence.rows.start - sequence.rows.stop)
         for b, key_head in sampled(cell, inputs.q.device.type):
             self.answers += self._answers(places[b], key_head)
         del self.call
@@ -100,17 +100,17 @@ class Verifier:
             raise ValueError(f"returned {len(results)} results, not {', '.join(self.names)}")
         return self.error_ratio(results, prepared.order)
 
-    def _answers(self, place: SequencePlace, key_head: int) -> Iterator[_Answer]:
+    def _answers(self, sequence: SequenceSlice, key_head: int) -> Iterator[_Answer]:
         """The answers for one key head of one sequence and its query heads, one query head at a time."""
         group = self.cell.case.h_q // self.cell.case.h_k
         key_heads = slice(key_head, key_head + 1)
-        keys_at = place.batch_k, key_heads, place.keys
+        keys_at = sequence.batch_k, key_heads, sequence.keys
         sums: dict[str, Tensor] = {}
         if "dk" in self.names:
             keys = {"dk": self.call.k[keys_at], "dv": self.call.v[keys_at]}
             sums = {name: torch.stack([torch.zeros_like(x, dtype=torch.float64)] * 3) for name, x in keys.items()}
         for head in range(key_head * group, (key_head + 1) * group):
-            for rows in self._row_slices(place):
+            for rows in self._row_slices(sequence):
                 part = self.call.slice(rows, slice(head, head + 1), key_heads, self.precision)
                 exact = part.exact()
                 results = exact, part.eager(), part.terms(exact)
@@ -125,20 +125,20 @@ class Verifier:
         for name, (value, eager, squares) in sums.items():
             yield _Answer(name, keys_at, (value, eager, (squares + value**2).sqrt()))
 
-    def _row_slices(self, place: SequencePlace) -> Iterator[SequencePlace]:
+    def _row_slices(self, sequence: SequenceSlice) -> Iterator[SequenceSlice]:
         """Some rows at a time where their score matrices are too large for a GPU's memory, and the keys that they may
         see: calls of their own, with the same diagonal."""
-        case, rows, keys = self.cell.case, place.rows, place.keys
+        case, rows, keys = self.cell.case, sequence.rows, sequence.keys
         s_q, s_k = rows.stop - rows.start, keys.stop - keys.start
         aligned = case.mask == "none" or (case.mask == "causal" and s_q == s_k)
         if s_q * s_k <= _PAIRS or not aligned or case.score != "none" or case.used != "all":
-            yield place
+            yield sequence
             return
         step = max(1, _PAIRS // s_k)
         for start in range(0, s_q, step):
             stop = min(start + step, s_q)
             visible = s_k if case.mask == "none" else stop
-            yield place._replace(
+            yield sequence._replace(
                 rows=slice(rows.start + start, rows.start + stop), keys=slice(keys.start, keys.start + visible)
             )
 
@@ -151,8 +151,8 @@ def sampled(cell: Cell, device: str) -> Iterator[tuple[int, int]]:
     cost = max(1, group * case.s_q * case.s_k)
     count = min(every, _GROUPS, max(1, _SCORES.get(device, _SCORES["cpu"]) // cost))
     places = dict.fromkeys(round(i * (every - 1) / max(1, count - 1)) for i in range(count))
-    for place in reversed(places):  # the last head first: where offsets overflow
-        yield divmod(place, case.h_k)
+    for sequence in reversed(places):  # the last head first: where offsets overflow
+        yield divmod(sequence, case.h_k)
 
 
 STEP = 2.0**-9

@@ -20,7 +20,7 @@ from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
 from saccade.ops import dispatch, replay
 from saccade.ops.explanation import Explanation
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.util import arguments
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def attention(
     """
     if context is not None:
         if not hasattr(context, "attention"):
-            raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.told(context)}")
+            raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.describe(context)}")
         result, lse, max_scores = context.attention(
             q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
             return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,
@@ -193,7 +193,7 @@ def attention(
     return _returned(result, lse, max_scores, return_lse, return_max_scores)
 
 
-def _run(call: Call, score_mod: Any, backend: str, lse: bool, found: Found | None) -> Outputs:
+def _run(call: Call, score_mod: Any, backend: str, lse: bool, found: CallKey | None) -> Outputs:
     if (results := ops.run_directly(call, backend, lse, found)) is not None:
         return results
     if arguments.has_dtensor(*call.differentiable()):
@@ -246,7 +246,7 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
     """The call of these arguments of `attention`, or of a Spec's text, to plan."""
     if isinstance(q, str):
         if operands or keywords:
-            got = ", ".join([*map(arguments.told, operands), *(f"{name}=" for name in keywords)])
+            got = ", ".join([*map(arguments.describe, operands), *(f"{name}=" for name in keywords)])
             raise TypeError(f"explain takes a Spec's text alone, and a backend, got {got} beside {q!r}")
         return Spec.parse(q)
     try:

@@ -209,7 +209,7 @@ def compared(group, debug):
         found.append(ranks._meetings - before)
     shape = (3, 4) if made.rank != 1 else (3, 16)
     alone = heard(made.rows_transport().begin, [torch.empty(shape, device="meta")], "a stage")
-    left = [i for i in range(1, ranks._meetings + 1) if ranks.store.check([f"meeting/{i}/told"])]
+    left = [i for i in range(1, ranks._meetings + 1) if ranks.store.check([f"meeting/{i}/report"])]
     return found, alone, left
 
 

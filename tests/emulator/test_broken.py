@@ -172,7 +172,7 @@ WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for out's place": ([(epilogue, "claim_out", no_claim_of_out)], Race),
 }
 FEW: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
-    "an item that nobody has": ([(load, "sorted_item", without_the_first_of_a_round)], AssertionError),
+    "an item that nobody has": ([(load, "sorted_number", without_the_first_of_a_round)], AssertionError),
 }
 PACKED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "a record written while it is read": ([(Slots, "record_of", one_record_less)], AssertionError),

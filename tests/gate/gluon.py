@@ -91,10 +91,10 @@ def compiled(name: str) -> tuple[Any, int]:
         arrivals = Arrivals(ArrivalArgs(counter, torch.empty(3, 2, dtype=torch.int32), counter), lambda: None)
     top, table = lse if "max_scores" in row.words else None, counter if packed else None
     captured = launch.captured_rows(call)
-    score = launch.score_record(call, distance_tables.empty(call), captured)
+    score = launch.score_args(call, distance_tables.empty(call), captured)
     config = forward_config(call.spec, GPU, "tile" if captured else weight(call, score))
     config = TWO_CONSUMERS if "short" in row.words else config
-    mask = launch.mask_record(call, {}, config) if paged else device_mask(call)
+    mask = launch.mask_args(call, {}, config) if paged else device_mask(call)
     parts = load.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured, arrivals)
     forward = launch.prepare(call, out, config, 1, captured, arrivals is not None)

@@ -10,7 +10,7 @@ import torch
 from saccade.backends import Saved
 from saccade.backends.device import distance_tables, positions
 from saccade.backends.hopper.backward.kernel import backward_kernel
-from saccade.backends.hopper.backward.launch import arguments, captured_of, level_sums_of, workspace
+from saccade.backends.hopper.backward.launch import arguments, bias_sums_of, captured_of, workspace
 from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan
 from tests.gate.rows import DROPPED, SCORED, GateRow, device_mask, warmed
 
@@ -85,9 +85,9 @@ def compiled(name: str) -> tuple[Any, int]:
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
     space = *workspace(call, {}, plan, mask, spans), counter, lse
     tables = distance_tables.empty(call)
-    levels = level_sums_of(call, saved)
+    biases = bias_sums_of(call, saved)
     written = *gradients, *gradients[1:]
-    all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
+    all_given = arguments(call, plan, saved, written, space, mask, spans, tables, biases, captured)
     names = f"{row.kernel}_kernel", f"wide_{row.kernel}_kernel"
     launch, given = next(x for x in zip(plan.launches, all_given, strict=True) if x[0].kernel.__name__ in names)
     kernel = warmed(launch, *given)

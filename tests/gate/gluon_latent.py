@@ -9,7 +9,7 @@ import torch
 
 from saccade.backends.device import masks, positions
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.hopper.forward.launch import score_record
+from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import launch
 from saccade.call import Call
 from saccade.layouts import Paged
@@ -49,7 +49,7 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     cut = launch.Cut.of(call, 132)
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
     if row.words[0] == "schedule":
-        numbers = schedule, *positions.spans(call), masks.record(call), s_q, 4096
+        numbers = schedule, *positions.spans(call), masks.device_args(call), s_q, 4096
         return warmed(launch.scheduling({}), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
@@ -57,6 +57,6 @@ def compiled(row: GateRow) -> tuple[Any, int]:
         return warmed(launch.merging(call, {}, cut), tensors), 0
     kernel = launch.prepare(call, cut)
     results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
-    records = positions.spans(call), masks.record(call), score_record(call)
+    records = positions.spans(call), masks.device_args(call), score_args(call)
     given = launch.arguments(call, results, schedule, *records)
     return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] == "listed" else SPILL

@@ -108,9 +108,9 @@ def _score(words: list[str]) -> Any:
 
 def device_mask(call: Call, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask, with stand-ins for its block lists, or for its table of visits."""
-    mask = masks.record(call)
-    if call.mask is None or not call.mask.listed:
-        return _with_visits(call, mask) if by_keys and call.by_row else mask
+    mask = masks.device_args(call)
+    if call.mask is None or not call.mask.block_sparse:
+        return _with_visits(call, mask) if by_keys and call.bounds_per_row else mask
     empty = torch.empty(16, dtype=torch.int32)
     return block_lists.with_lists(mask, block_lists.BlockLists(empty, empty, *map(runtime_int, (1, 1, 1))))
 

@@ -9,11 +9,11 @@ import torch
 import triton.language as tl
 
 from saccade.backends import Saved
-from saccade.backends.device import block_lists, captured_gradients, distance_tables, level_sums, positions, row_totals
+from saccade.backends.device import bias_sums, block_lists, captured_gradients, distance_tables, positions, row_totals
 from saccade.backends.device.arguments import common_arguments
+from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.captured_gradients import captured_gradients_kernel, in_any_order
 from saccade.backends.device.gradients import copy_launch, recompute_launch, sink_launch
-from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals import row_totals_kernel
 from saccade.backends.device.scores import scatter
@@ -25,7 +25,7 @@ NEVER = tl.constexpr(0), tl.constexpr(0)
 """No tiles of the kernel of captured tensors are passed over."""
 
 SHARED = (
-    "order", "captured_gradients", "level_sums", "row_totals", "sink", "tile_states", "block_list",
+    "order", "captured_gradients", "bias_sums", "row_totals", "sink", "tile_states", "block_list",
     "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy",
 )  # fmt: skip
 
@@ -46,10 +46,10 @@ def compiled(kernel: str, call: Call) -> Any:
         launch = recompute_launch(captured_gradients_kernel, call, tl.constexpr(in_any_order), adding, *NEVER)
         saved = replace(saved, dlse=None)
         arguments = *captured_gradients.tensors(call, {}, saved), sums, *arguments
-    elif kernel == "level_sums":
-        levels = LevelSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
-        launch = level_sums.launch(call, levels, in_any_order, [True], False)
-        arguments = level_sums.arguments(call, levels, [torch.empty(2, 1)])
+    elif kernel == "bias_sums":
+        biases = BiasSums(torch.empty(1, 2, 4, 2, 128), 128, 128)
+        launch = bias_sums.launch(call, biases, in_any_order, [True], False)
+        arguments = bias_sums.arguments(call, biases, [torch.empty(2, 1)])
     elif kernel == "row_totals":
         launch = recompute_launch(row_totals_kernel, call)
         arguments = *row_totals.tensors(call, {}, saved, saved), *arguments

@@ -60,7 +60,7 @@ def features() -> Iterator[str]:
     yield "triton order 16bit d128/128 packed"
     yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy"))
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
-    yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "level_sums"))
+    yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "bias_sums"))
     yield from (f"triton {name} 16bit d128/128 masked bias" for name in ("forward", "dkdv", "dq", "captured_gradients"))
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
     lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))
@@ -112,7 +112,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
-        "forward": (out, rows, top, None, descale.record(call)),
+        "forward": (out, rows, top, None, descale.device_args(call)),
         "dkdv": (v, k, v, rows, rows),
         "dk": (v, k, None, rows, rows),
         "dv": (v, None, v, rows, rows),

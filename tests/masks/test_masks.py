@@ -130,7 +130,7 @@ def test_a_mask_is_its_definition(rule, rows, keys):
     assert not (core & ~found).any(), "something is hidden inside the core"
     if rule.mask.exact:
         assert torch.equal(found, hull)
-    if not rule.mask.lower:
+    if not rule.mask.has_lower_bound:
         for interval in (rule.mask.hull(at), rule.mask.core(at)):
             assert (interval.lo <= 0).all(), "a row does not see the first keys"
 

@@ -71,8 +71,8 @@ def at(address: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.d
     return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
 
 
-class Recorder:
-    """What `Found.recorded` asks a backend for."""
+class LaunchRecorder:
+    """What `CallKey.recorded` asks a backend for."""
 
     compiles = False
 
@@ -97,13 +97,13 @@ class Recorder:
 def done(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was replayed."""
     done: list[str] = []
-    recorders: list[Recorder] = []
+    recorders: list[LaunchRecorder] = []
 
-    def recorder() -> Recorder:
-        recorders.append(Recorder(done))
+    def recorder() -> LaunchRecorder:
+        recorders.append(LaunchRecorder(done))
         return recorders[-1]
 
-    recorded = replay.Found.recorded
+    recorded = replay.CallKey.recorded
 
     def noted(self: Any, module: Any, more: Any, work: Callable[[], Any]) -> Any:
         def noted_work() -> Any:
@@ -113,7 +113,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         return recorded(self, module, more, noted_work)
 
-    monkeypatch.setattr(replay.Found, "recorded", noted)
+    monkeypatch.setattr(replay.CallKey, "recorded", noted)
     monkeypatch.setattr(replay, "on_host", lambda x: False)
     monkeypatch.setattr(cpu, "recorder", recorder, raising=False)
     replay.forget()

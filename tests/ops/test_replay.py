@@ -465,7 +465,7 @@ def guessed(monkeypatch: pytest.MonkeyPatch, fn: Any, given: Any) -> None:
     for _ in range(6):
         scored(given, fn)
     with monkeypatch.context() as without:
-        without.setattr(scores, "proven", None)
+        without.setattr(scores, "guarded", None)
         out = attention(*given, score_mod=fn)
     check(out, given, score_mod=fn)
 
@@ -500,9 +500,9 @@ def test_guessed_functions(done: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_guess_is_of_one_kind_of_call(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    given, asked, proven = operands(), [], scores.proven
+    given, asked, guarded = operands(), [], scores.guarded
     guessed(monkeypatch, biased, given)
-    monkeypatch.setattr(scores, "proven", lambda *of: asked.append(1) or proven(*of))
+    monkeypatch.setattr(scores, "guarded", lambda *of: asked.append(1) or guarded(*of))
     for keywords in ({"mask": causal()}, {"sink": torch.ones(2)}, {"scale": 0.5}):
         check(attention(*given, score_mod=biased, **keywords), given, score_mod=biased, **keywords)
     assert isinstance(attention(*given, score_mod=biased, return_lse=True), tuple)

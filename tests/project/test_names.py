@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -10,10 +11,32 @@ from typing import TypeGuard
 PACKAGE = Path(__file__).parents[2] / "src" / "saccade"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 
-MOST_PARAMETERS = {"helper": 12, "kernel": 24}
+MOST_PARAMETERS = {"helper": 12, "kernel": 28}
 
-NO_SYMBOLS = "backends", "testing", *(f"scores/recording/{x}.py" for x in ("replay", "trace", "tracer"))
+NO_SYMBOLS = "backends", "testing", "scores/tracing/lowering.py"
 """What torch.compile and exports never follow: it runs inside of operators, or on small tensors of known shapes."""
+
+
+GONE = {
+    "place places Place _place _places": "index, offset, row or slot: what it counts",
+    "lie": "memory_layout",
+    "Found": "CallKey",
+    "Recorder Repeat shortcut shortcuts repeats_of": "LaunchRecorder, Replay",
+    "Recording recording recordings": "Trace, trace",
+    "Proof proof proven": "Guards, guards, guarded",
+    "told": "describe, or what the text says",
+    "lower": "has_lower_bound",
+    "listed": "block_sparse",
+    "by_row": "bounds_per_row",
+    "vast": "large_scores",
+    "steady": "unit_slope",
+    "brought": "tma_tile",
+    "rules": "mask, score, …: each by its name",
+    "LoadTile WorkTile work_tile": "LoadItem, WorkItem",
+    "plainly once lasting lazily": "without_shortcuts, cached_method, cached_attribute",
+}
+"""Names that said nothing to a reader, and what says it."""
+STANDS = {"lower": "a method of str, and the lower half of columns", "outrun": "an attribute that users read"}
 
 
 def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
@@ -32,7 +55,7 @@ def test_a_class_name_stands_for_one_class():
 
 
 def test_device_functions_have_few_parameters():
-    """More than 12 of a helper, or 24 of a kernel, constexpr ones included, become a record or an aggregate."""
+    """More than 12 of a helper, or 28 of a kernel, constexpr ones included, become a record or an aggregate."""
     too_many = {}
     for name, node in nodes(ast.FunctionDef):
         assert isinstance(node, ast.FunctionDef)
@@ -43,6 +66,18 @@ def test_device_functions_have_few_parameters():
             if count > MOST_PARAMETERS[kind]:
                 too_many[f"{name}: {node.name}"] = count
     assert not too_many
+
+
+def test_kernels_take_no_tuples():
+    """A tuple in place of several parameters hides their names: a kernel takes tensors, numbers and records."""
+    indexed = []
+    for name, node in nodes(ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        given = {x.arg for x in node.args.args}
+        for inner in ast.walk(node) if node.name.endswith("_kernel") else ():
+            if isinstance(inner, ast.Subscript) and isinstance(inner.slice, ast.Constant):
+                indexed += [f"{name}: {ast.unparse(inner)}"] if ast.unparse(inner.value) in given else []
+    assert not indexed
 
 
 def test_device_functions_assign_no_record():
@@ -58,7 +93,7 @@ def test_device_functions_assign_no_record():
             value = inner.value if isinstance(inner, ast.Assign) else None
             record = isinstance(value, ast.Attribute) and value.attr in ("data", "mask", "score")
             if isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant):
-                record = ast.unparse(value.value).split(".")[-1] in ("rules", "spans", "used", "data", "records")
+                record = ast.unparse(value.value).split(".")[-1] in ("data", "records")
             if record:
                 assigned.append(f"{name}: {ast.unparse(inner)}")
     assert not assigned
@@ -96,4 +131,13 @@ def test_sizes_are_not_looked_up():
         else:
             wrong = isinstance(node, (ast.Set, ast.SetComp)) and of_shape(node)
         found += [f"{name}: {ast.unparse(node)}"] if wrong else []
+    assert not found
+
+
+def test_gone_names_stay_gone() -> None:
+    gone = {word for words in GONE for word in words.split()} - set(STANDS)
+    found = []
+    for name, file in FILES.items():
+        with file.open("rb") as text:
+            found += [f"{name}:{x.start[0]}: {x.string}" for x in tokenize.tokenize(text.readline) if x.string in gone]
     assert not found

@@ -15,9 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from saccade import ScoreMod, attention
 from saccade.scores.codegen import program
-from saccade.scores.recording import trace
-from saccade.scores.recording.recorder import record
 from saccade.scores.score_mod import WithDerivative
+from saccade.scores.tracing import lowering
+from saccade.scores.tracing.trace import trace_function
 from tests.support.scores import NAMES, build_score
 
 S, D = 11, 8
@@ -283,8 +283,8 @@ class MakeFx:
 def graphs(function, dtype: torch.dtype) -> list[str]:
     """All that kernels are made of."""
     own = isinstance(function, ScoreMod) and function.bprop is not None
-    recording = record(WithDerivative(function) if own else function, dtype, torch.device("cpu"), 1 + own)
-    made = program.Program("score", trace.trace(recording), dtype)
+    trace = trace_function(WithDerivative(function) if own else function, dtype, torch.device("cpu"), 1 + own)
+    made = program.Program("score", lowering.lower(trace), dtype)
     gradients, _ = made.locals([True] * len(made.ranks))
     modules = [made.value, made.value_decomposed, made.slope, made.derived_slope, gradients]
     values = [x.meta["val"] for module in modules for x in module.graph.nodes if isinstance(x.meta.get("val"), Tensor)]
@@ -307,7 +307,7 @@ def test_graphs_are_those_of_make_fx(traced, monkeypatch):
     odd = traced in FUNCTIONS
     function, dtype = (FUNCTIONS[traced], torch.float64) if odd else (build_score(traced, 2, S, S), torch.float32)
     found = graphs(function, dtype)
-    for module in (trace, program):
+    for module in (lowering, program):
         monkeypatch.setattr(module, "Tracer", MakeFx)
     assert found == graphs(function, dtype)
 

@@ -13,7 +13,7 @@ from saccade.scores import bind
 from saccade.scores.codegen.emitter import Arguments, EmitOptions
 from saccade.scores.codegen.linear import linear_source
 from saccade.scores.codegen.source import value_source
-from saccade.scores.recording.tape import Refused
+from saccade.scores.tracing.tape import Refused
 from saccade.testing.accuracy import check
 from tests.support import scores as functions
 from tests.support.scores import ARGUMENTS, MASKS, WRAPPING
@@ -149,12 +149,12 @@ QUOTIENTS = {
     "place": lambda s, b, h, i, j: ROWS[j % 40, i % 3],
     "floor": lambda s, b, h, i, j: torch.div(i, ROWS[j, 2], rounding_mode="floor"),
 }
-"""Integers whose divisors no recording knows."""
+"""Integers whose divisors no trace knows."""
 
 
 @pytest.mark.parametrize("name", [*QUOTIENTS, *WRAPPING, *ARGUMENTS])
 def test_the_dtype_of_a_result(name):
-    """A function may ask for it before the recording ends, whatever was computed."""
+    """A function may ask for it before the trace ends, whatever was computed."""
     function: Any = (QUOTIENTS | WRAPPING | ARGUMENTS)[name]
     asked = []
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from saccade import ScoreMod, attention, bias, compose, mask_mod
 from saccade.scores.codegen.program import cache
-from saccade.scores.recording import proof
+from saccade.scores.tracing import guards
 
 B, H, S, D = 1, 2, 5, 4
 
@@ -377,8 +377,8 @@ def a_composition(c, table):
 def test_functions_that_each_call_defines_anew(define, monkeypatch):
     """Their code and what they capture stand for them, as long as it is the same."""
     bind, recorded = importlib.import_module("saccade.scores.bind"), []
-    record = bind.record
-    monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+    trace_function = bind.trace_function
+    monkeypatch.setattr(bind, "trace_function", lambda *of: recorded.append(of) or trace_function(*of))
     one, other = torch.tensor([0.5, 0.25]), torch.tensor([2.0, -1.0])
     for c, table in ((2.0, one), (5.0, one), (2.0, one), (-0.0, one), (0.0, one), (2.0, other), (2.0, one), (2, one)):
         for _ in range(4):
@@ -493,7 +493,7 @@ WAYS = [
 
 @pytest.mark.parametrize("define", WAYS)
 def test_tensors_in_the_places_of_others(define):
-    """A proof is of all tensors of a form, unless a function can tell them apart."""
+    """Guards are of all tensors of a form, unless a function can tell them apart."""
     wide, one, other = torch.randn(H, 3), torch.randn(H), torch.randn(H)
     pairs = [(one, one), (one, other), (other, other), (wide[:, 0], one), (one, wide[:, 1]), (torch.randn(3), one)]
     pairs += [(torch.nn.Parameter(other.clone(), requires_grad=False), one), (one, one.clone())]
@@ -506,7 +506,7 @@ def test_tensors_in_the_places_of_others(define):
 
 
 def test_a_number_that_a_transform_makes_is_no_number():
-    """vmap's tensor is of the same form as those that a proof knows, and has no item."""
+    """vmap's tensor is of the same form as those that guards know, and has no item."""
 
     q, k, v = rows()
 
@@ -527,10 +527,10 @@ def products(x, y):
 def test_gradients_of_what_is_computed_of_captured_tensors(monkeypatch):
     """Of each call's own tensors, whatever was computed of others before."""
     bind, recorded = importlib.import_module("saccade.scores.bind"), []
-    record = bind.record
+    trace_function = bind.trace_function
     for i in range(5):
         if i == 2:
-            monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+            monkeypatch.setattr(bind, "trace_function", lambda *of: recorded.append(of) or trace_function(*of))
         x, y = (torch.randn(H, dtype=torch.float64, requires_grad=True) for _ in range(2))
         q, k, v = (z.requires_grad_() for z in rows())
         at = torch.arange(S)[:, None] - torch.arange(S)
@@ -544,10 +544,10 @@ def test_gradients_of_what_is_computed_of_captured_tensors(monkeypatch):
 @pytest.mark.parametrize("shape", [(), (S,), (1,), (S, S), (H, 1, S), (H, S, S), (1, H, S, S), (B, 1, S, 1)])
 def test_biases_that_are_new_in_each_call(shape, monkeypatch):
     bind, recorded = importlib.import_module("saccade.scores.bind"), []
-    record = bind.record
+    trace_function = bind.trace_function
     for i in range(5):
         if i == 2:
-            monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+            monkeypatch.setattr(bind, "trace_function", lambda *of: recorded.append(of) or trace_function(*of))
         t = torch.randn(shape, dtype=torch.float64)
         q, k, v = rows()
         exact = (q @ k.mT / math.sqrt(D) + t).softmax(-1) @ v
@@ -556,7 +556,7 @@ def test_biases_that_are_new_in_each_call(shape, monkeypatch):
 
 
 def test_a_recorder_sees_every_public_attribute():
-    """On which proofs rely: what it sees captured tensors asked for, but for their form, leaves no proof."""
+    """On which guards rely: what it sees captured tensors asked for, but for their form, leaves no guards."""
 
     class Seen(TorchFunctionMode):
         count = 0
@@ -568,28 +568,28 @@ def test_a_recorder_sees_every_public_attribute():
     unseen = []
     for name in dir(torch.Tensor):
         attribute, x = getattr(torch.Tensor, name), torch.randn(3)
-        if type(attribute) not in proof._OF_C or name.startswith("_") or name.endswith("_"):
+        if type(attribute) not in guards._OF_C or name.startswith("_") or name.endswith("_"):
             continue
         answered = False
-        with Seen() as mode, warnings.catch_warnings(), contextlib.suppress(Exception):
+        with Seen() as recorder, warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
             found = getattr(x, name)
             if type(attribute) is not types.GetSetDescriptorType:
                 found()
             answered = True
-        if answered and not mode.count:
+        if answered and not recorder.count:
             unseen.append(name)
     assert unseen == []
 
 
 def test_layers_that_define_functions_of_one_code_take_turns(monkeypatch):
     bind, recorded = importlib.import_module("saccade.scores.bind"), []
-    record = bind.record
+    trace_function = bind.trace_function
     tables = [torch.tensor([0.5, 0.25]) * i for i in range(6)]
     for turn in range(4):
         for table in tables:
             if turn == 3:
-                monkeypatch.setattr(bind, "record", lambda *of: recorded.append(of) or record(*of))
+                monkeypatch.setattr(bind, "trace_function", lambda *of: recorded.append(of) or trace_function(*of))
             fn = a_closure(2.0, table)
             torch.testing.assert_close(attention(*rows(), score_mod=fn), meaning(fn))
     assert not recorded

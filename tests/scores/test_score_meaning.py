@@ -290,7 +290,7 @@ def plain(fn):
 
 
 def test_attributes_that_somebody_gave_to_a_tensor():
-    """They hide what the class has, and a proof of the class says nothing of them."""
+    """They hide what the class has, and guards of the class say nothing of them."""
     table = torch.randn(S)
 
     def fn(score, b, h, q_idx, kv_idx):

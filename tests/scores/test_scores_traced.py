@@ -262,7 +262,7 @@ def test_the_cache_is_bounded(monkeypatch):
     held = {}
     for i in range(6):
         exec(f"def mod(score, *at):\n    return score {' + score' * i}", held)
-        exec("again = lambda score, *at: score * 2", held)  # other code, which no proof finds
+        exec("again = lambda score, *at: score * 2", held)  # other code, which no guards find
         bind(held["mod"], Q)
         bind(held["again"], Q)
     assert saccade.cache_info().currsize == 3

@@ -33,7 +33,7 @@ def test_inputs_are_as_described(case):
     assert layout.canonical_lse(made.dlse).shape == (b, case.h_q, s_q)
     assert all(x.is_contiguous() and x.dtype == TORCH_DTYPES[case.dtype] for x in (made.q, made.k, made.v, made.dout))
     mask = made.keywords.get("mask")
-    if mask is not None and mask.kind != "prefixes" and not mask.by_row:
+    if mask is not None and mask.kind != "prefixes" and not mask.bounds_per_row:
         assert repr(mask) == case.mask, "masks are written as they print"
     assert ("sink" in made.keywords) == case.sink
     assert ("score_mod" in made.keywords) == (case.score != "none")

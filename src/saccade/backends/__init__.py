@@ -224,7 +224,7 @@ class Backend(Protocol):
     # def refusals(self, call: Call, gradient: bool) -> list[str], by what the Call's key holds.
 
     # One whose forward of some calls is slower than that of a later one has besides:
-    # def outrun(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
+    # def slower_than_next(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
     # def run_parts(self, call: Call, parts: Sequence[Part], lse: bool) -> Outputs: see shared_pages.

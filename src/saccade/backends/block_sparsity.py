@@ -27,7 +27,7 @@ def states_of(call: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bo
     call, so that what is made of them may be kept."""
     mask = call.mask
     assert mask is not None
-    assert mask.listed, mask
+    assert mask.block_sparse, mask
     if isinstance(mask, Blocked):
         source = _contents(mask.mask)
         known = mask.kept and source is not None
@@ -38,7 +38,7 @@ def states_of(call: Call, compute: Callable[[Call], Tensor]) -> tuple[Tensor, bo
     lengths = call.q.shape[2], call.k.shape[2]  # tiles alone do not say where the last ones end
     numbers = (mask.numbers, call.layout.text, *states_shape(call), *lengths)
     key = "states", mask.identity, numbers, str(call.q.device)
-    if mask.by_row or call.positions is not None:
+    if mask.bounds_per_row or call.positions is not None:
         return compute(call), False
     tensors = [*mask.tensors, *call.layout.tensors]
     return derived_from_values(key, tensors, lambda: compute(call)), not tensors

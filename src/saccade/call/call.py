@@ -137,13 +137,13 @@ class Call:
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *[x % ALIGNMENT for x in at],
             layout.has_pages and self.latent,
-            *(layout.text, None if mask is None else (mask.identity, mask.lower), score and score.identity),
+            *(layout.text, None if mask is None else (mask.identity, mask.has_lower_bound), score and score.identity),
             *(self.sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if out is None else (out.dtype, out.stride(), address(out) % ALIGNMENT),
         )
         if tensors:
             key += tuple([(x.dtype, x.shape, x.stride()) for x in tensors])
-        if mask is not None and mask.listed:
+        if mask is not None and mask.block_sparse:
             key += tuple([abs(n) > scores.LONGEST for n in mask.ints])
         if score is not None:
             key += tuple([abs(n) > scores.LONGEST for n in score.ints])
@@ -169,16 +169,16 @@ class Call:
         """Each sequence as a Call of one batch row; reads the offsets."""
         layout = self.layout
         k, v = layout.gathered(self.k), layout.gathered(self.v)
-        for place in layout.places(self.q, k):
-            i = place.number
-            q_at, k_at = (place.batch_q, slice(None), place.rows), (place.batch_k, slice(None), place.keys)
-            mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, place.rows), i)
+        for sequence in layout.sequence_slices(self.q, k):
+            i = sequence.number
+            q_at, k_at = (sequence.batch_q, slice(None), sequence.rows), (sequence.batch_k, slice(None), sequence.keys)
+            mask = None if self.mask is None else masks.of_batch_row(masks.of_rows(self.mask, sequence.rows), i)
             operands: dict[str, Any] = {"q": self.q[q_at], "k": k[k_at], "v": v[k_at]}
             if self.descale is not None:
                 operands["descale"] = self.descale.of_sequence(i)
-            dense = dense_of(layout, place, self.q.shape[2])
+            dense = dense_of(layout, sequence, self.q.shape[2])
             call = self.replace(**operands, mask=mask, layout=dense, first_b=i, out=None)
-            yield Sequence(place.rows, place.keys, call)
+            yield Sequence(sequence.rows, sequence.keys, call)
 
     def _extent(self) -> Extent:
         return self.layout.extent(self.q, self.k)
@@ -187,11 +187,11 @@ class Call:
         return self.layout.positions(self.q.shape[2])
 
     @property
-    def by_row(self) -> bool:
-        """Whether tensors give each row its keys: see `Mask.by_row`."""
+    def bounds_per_row(self) -> bool:
+        """Whether tensors give each row its keys: see `Mask.bounds_per_row`."""
         if self.mask is None:
             return False
-        return self.mask.by_row or (self.positions is not None and self.positions.by_row)
+        return self.mask.bounds_per_row or (self.positions is not None and self.positions.per_row)
 
     @property
     def scoreless(self) -> bool:

@@ -63,7 +63,7 @@ def check_call(
     if mask is not None:
         mask = _bind_mask(mask, runs and backend == "reference")
         tensors = *tensors, *mask.tensors
-    if tensors or sink is not None or (mask is not None and mask.listed):
+    if tensors or sink is not None or (mask is not None and mask.block_sparse):
         _check_tensors(q, k, v, mask, layout, sink, tensors)
     if not isinstance(dropout_p, float):
         dropout_p = arguments.number("dropout_p", dropout_p)
@@ -92,14 +92,14 @@ def check_call(
 def _type_error(layout: Any, backend: Any) -> TypeError:
     if not isinstance(layout, Layout):
         return TypeError(f"layout must be a Dense, Packed or Paged record, such as Dense('bshd'), got {layout!r}")
-    return TypeError(f'backend must be a name, such as "auto" or "reference", got {arguments.told(backend)}')
+    return TypeError(f'backend must be a name, such as "auto" or "reference", got {arguments.describe(backend)}')
 
 
 def _bind_mask(mask: Any, as_written: bool) -> Mask:
     """The mask of this call. The reference takes functions as they are written."""
     bound = mask if isinstance(mask, Mask) else as_mask(mask)
     assert bound is not None
-    return bound.bound() if bound.listed and not as_written else bound
+    return bound.bound() if bound.block_sparse and not as_written else bound
 
 
 def _checked_scale(scale: Any) -> float:
@@ -148,7 +148,7 @@ def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
 def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Factors:
     """What the 8-bit operands of a call stand for."""
     if descale is not None and not isinstance(descale, Descale):
-        raise TypeError(f"descale must be a Descale record, such as Descale(k=0.5), got {arguments.told(descale)}")
+        raise TypeError(f"descale must be a Descale record, such as Descale(k=0.5), got {arguments.describe(descale)}")
     if k.dtype not in EIGHT_BITS:
         raise ValueError(f"descale is for 8-bit operands, got q {q.dtype}, k {k.dtype} and v {v.dtype}: omit it")
     given = () if descale is None else (descale.q, descale.k, descale.v, descale.shift)
@@ -221,7 +221,7 @@ def _check_tensors(
             raise ValueError(f"the tensors of layout and mask must be on q's device {q.device}, got {tensor.device}")
     if arguments.has_dtensor(*tensors) and not arguments.has_dtensor(q):
         raise TypeError("a tensor of layout or mask is a DTensor, and q is not: pass its x.to_local()")
-    error = layout.mask_error(mask, q, k) if tensors or (mask is not None and mask.listed) else None
+    error = layout.mask_error(mask, q, k) if tensors or (mask is not None and mask.block_sparse) else None
     if sink is not None and not error:
         error = sink_error(sink, layout.canonical(q).shape[1], q.device)
     if error:

@@ -64,13 +64,13 @@ class Descale:
     def __post_init__(self) -> None:
         shift = self.shift
         if self.backward not in (None, "dequantized"):
-            raise ValueError(f"backward must be None or 'dequantized', got {arguments.told(self.backward)}")
+            raise ValueError(f"backward must be None or 'dequantized', got {arguments.describe(self.backward)}")
         if self.backward and shift is not None:
             raise ValueError(
                 "the shift of smoothed keys has no derivative: omit backward, or quantize without smooth_k"
             )
         if shift is not None and (not isinstance(shift, Tensor) or shift.dtype != torch.float32):
-            raise TypeError(f"the shift must be a float32 tensor in the LSE's shape, got {arguments.told(shift)}")
+            raise TypeError(f"the shift must be a float32 tensor in the LSE's shape, got {arguments.describe(shift)}")
         for name in NAMES:
             x = getattr(self, name)
             if x is None:
@@ -81,7 +81,7 @@ class Descale:
                 raise ValueError(f"the descale of {name} must be {_FORMS}, and dense, got a nested or sparse one")
             elif x.dtype != torch.float32 or x.dim() > 3:
                 wrong: Any = TypeError if x.dtype != torch.float32 else ValueError
-                raise wrong(f"the descale of {name} must be {_FORMS}, got {arguments.told(x)}")
+                raise wrong(f"the descale of {name} must be {_FORMS}, got {arguments.describe(x)}")
 
 
 NAMES = ("q", "k", "v")
@@ -160,11 +160,11 @@ class Factors(NamedTuple):
         elif factor.shape[0] > x.shape[0]:  # ranges of keys, which share their factors
             factor = factor[:1]
         wide = torch.promote_types(dtype, torch.float32)
-        of_rows = _to_heads(factor, x)[..., None] if starts is not None else by_row(factor, x)
+        of_rows = _to_heads(factor, x)[..., None] if starts is not None else factor_of_rows(factor, x)
         return (x.to(wide) * of_rows.to(wide)).to(dtype)
 
 
-def by_row(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
+def factor_of_rows(factor: Tensor, x: Tensor, first: int = 0) -> Tensor:
     """A factor (b, h_k, n) at the rows of x (b, h, s, d), which start at row `first`: (b, h, s or 1, 1)."""
     if factor.shape[2] > 1:
         rows = torch.arange(first, first + x.shape[2], device=x.device) // BLOCK

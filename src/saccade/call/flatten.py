@@ -19,8 +19,8 @@ from saccade import layouts, masks, scores
 from saccade.call.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.call.dropout import Dropout
-from saccade.scores.recording.compile_constant import exports
 from saccade.util import arguments
+from saccade.util.compile_constant import exports
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] tensors, str header, SymInt[] ints, "

@@ -78,13 +78,13 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
         raise ValueError("merge needs at least one Partial")
     for partial in partials:
         if not isinstance(partial, tuple) or len(partial) != 2 or not all(isinstance(x, Tensor) for x in partial):
-            raise TypeError(f"merge takes Partials, (out, lse) of two tensors, got {arguments.told(partial)}")
+            raise TypeError(f"merge takes Partials, (out, lse) of two tensors, got {arguments.describe(partial)}")
     if not isinstance(layout, (Dense, type(None))):
-        raise TypeError(f"layout must be a Dense record, got {arguments.told(layout)}")
+        raise TypeError(f"layout must be a Dense record, got {arguments.describe(layout)}")
     layout = layout or Dense()
     partials = tuple(Partial(*partial) for partial in partials)
-    if len(places := {x.device for partial in partials for x in partial}) > 1:
-        raise ValueError(f"merge needs Partials on one device, got {', '.join(sorted(map(str, places)))}")
+    if len(sequence_slices := {x.device for partial in partials for x in partial}) > 1:
+        raise ValueError(f"merge needs Partials on one device, got {', '.join(sorted(map(str, sequence_slices)))}")
     if wrong := [x.dtype for partial in partials for x in partial if x.dtype not in _DTYPES]:
         raise ValueError(f"merge needs Partials of float16, bfloat16, float32 or float64, got {wrong[0]}")
     if any(partial.out.dim() != 4 for partial in partials):

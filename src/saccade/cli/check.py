@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from saccade import Unsupported, attention
-from saccade.cli.console import listed, print_whole, some_name
+from saccade.cli.console import print_whole, some_name, split_names
 from saccade.cli.options import Backend
 from saccade.testing import accuracy
 from saccade.testing.cases import MODELS, NAMED, Case
@@ -88,7 +88,7 @@ def check(
 
 
 def _named(cases: str | None) -> list[Case]:
-    names = listed(cases or "")
+    names = split_names(cases or "")
     if unknown := [name for name in names if name not in NAMED]:
         raise typer.BadParameter(f"no case is named {', '.join(unknown)}; the models are {', '.join(map(str, MODELS))}")
     return [NAMED[name] for name in names] or MODELS

@@ -8,7 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 
-def listed(names: str) -> list[str]:
+def split_names(names: str) -> list[str]:
     """
     >>> listed("host, decode,")
     ['host', 'decode']
@@ -18,7 +18,7 @@ def listed(names: str) -> list[str]:
 
 def some_name(names: str | None) -> str | None:
     """An option's words, which name something where they are given."""
-    if names is not None and not listed(names):
+    if names is not None and not split_names(names):
         raise typer.BadParameter(f"{names!r} names nothing; without the option a default is taken")
     return names
 

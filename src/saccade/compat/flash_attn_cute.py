@@ -195,10 +195,12 @@ def _by_position(cu_q: Tensor, cu_k: Any, most_q: Any, most_k: Any, more: Any) -
         if isinstance(x, Tensor) and x.dim():
             raise TypeError(
                 "after cu_seqlens_q and cu_seqlens_k by position come max_seqlen_q and max_seqlen_k, two integers; got "
-                f"{arguments.told(x)}: give it by its name, as in seqused_q=…"
+                f"{arguments.describe(x)}: give it by its name, as in seqused_q=…"
             )
     if more is not None:
-        raise TypeError(f"give what follows max_seqlen_k by its name, as in seqused_q=…; got {arguments.told(more)}")
+        raise TypeError(
+            f"give what follows max_seqlen_k by its name, as in seqused_q=…; got {arguments.describe(more)}"
+        )
     return cu_q, cu_k, most_q, most_k
 
 
@@ -263,7 +265,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, terms: _Terms) -> t
 
 def _mask(causal: Any, window_size: Any, mask_mod: Any, call: tuple[Layout, Tensor, Tensor]) -> masks.Mask | None:
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size is (left, right), got {arguments.told(window_size)}")
+        raise TypeError(f"window_size is (left, right), got {arguments.describe(window_size)}")
     left, right = (x if x is None else arguments.integer("window_size", x, least=None) for x in window_size)
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None

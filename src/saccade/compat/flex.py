@@ -72,9 +72,9 @@ def flex_attention(
     arguments.tensors(query=query, key=key, value=value)
     arguments.flags(enable_gqa=enable_gqa, return_lse=return_lse)
     if block_mask is not None and not is_block_mask(block_mask):
-        raise TypeError(f"block_mask must be a BlockMask, got {arguments.told(block_mask)}")
+        raise TypeError(f"block_mask must be a BlockMask, got {arguments.describe(block_mask)}")
     if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
-        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.told(return_aux)}")
+        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.describe(return_aux)}")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise NotImplementedError("query, key and value must be 4-dimensional")
     if not enable_gqa and query.shape[1] != key.shape[1]:

@@ -142,7 +142,7 @@ def _attend(
     arguments.tensors(query=query, key=key, value=value)
     arguments.flags(enable_gqa=enable_gqa)
     if return_aux is not None and not hasattr(return_aux, "lse"):
-        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.told(return_aux)}")
+        raise TypeError(f"return_aux must be an AuxRequest, got {arguments.describe(return_aux)}")
     if scale is not None and not arguments.number("scale", scale) > 0:
         raise ValueError(f"varlen_attn: scale must be above 0, got {scale}")
     if query.dim() == 3 and key.dim() in (3, 4) and query.shape[1] != key.shape[-2] and not enable_gqa:

@@ -17,7 +17,7 @@ from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable,
 from saccade.call.arrivals import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
-from saccade.distributed.groups import once
+from saccade.distributed.groups import cached_method
 from saccade.distributed.pull import PulledRows, row_bytes
 from saccade.distributed.sharding import Sharding
 from saccade.distributed.transport import Transport
@@ -38,7 +38,7 @@ class Layouts(NamedTuple):
     """Its rows over its keys, as the call is checked: those of a document are one sequence."""
     whole: Packed
     """Each piece over all its keys."""
-    places: Tensor
+    slots: Tensor
     """int32 (places, rows): where own rows are among these, some of them more than once; then where others find them"""
     coming: Tensor
     """`ArrivalArgs.coming`"""
@@ -74,7 +74,7 @@ class ArrivingRows(PulledRows):
             for segment in segments if rank != transport.rank else ():
                 self.of_piece[bisect_right(first, segment.target) - 1].append((rank, segment))
 
-    @once
+    @cached_method
     def layouts(self, device: torch.device) -> Layouts:
         own: dict[int, int] = {}
         for piece in self.pieces:
@@ -84,11 +84,11 @@ class ArrivingRows(PulledRows):
         return Layouts(
             Packed.from_lengths([*own.values()], device=device),
             Packed.from_lengths(rows, keys, device=device),
-            self._places().to(device),
+            self._slots().to(device),
             torch.tensor([*coming, 0], dtype=torch.int32, device="cpu").to(device),
         )
 
-    def _places(self) -> Tensor:
+    def _slots(self) -> Tensor:
         """A layer has each own piece once, for one piece of its document that sees it."""
         layers: list[list[Segment]] = []
         times: dict[int, int] = {}
@@ -96,14 +96,14 @@ class ArrivingRows(PulledRows):
             times[segment.source] = layer = times.get(segment.source, -1) + 1
             layers += [[]] if layer == len(layers) else []
             layers[layer].append(segment)
-        places = torch.full((len(layers) + 1, self.rows), -1, dtype=torch.int32, device="cpu")
-        for row, found in zip(places, layers, strict=False):
+        slots = torch.full((len(layers) + 1, self.rows), -1, dtype=torch.int32, device="cpu")
+        for row, found in zip(slots, layers, strict=False):
             row[numbers([(x.source, x.rows) for x in found], "cpu")] = numbers([x[1:] for x in found], "cpu").int()
         lent = numbers(self.lent, "cpu")
-        places[-1, lent] = lent.int()
-        return places
+        slots[-1, lent] = lent.int()
+        return slots
 
-    @once
+    @cached_method
     def steps(self, heads: int, head_bytes: int, device: torch.device) -> Steps:
         """Of rows with so many heads, each of so many bytes with its value."""
         steps: list[Step] = []
@@ -127,7 +127,7 @@ class ArrivingRows(PulledRows):
         steps, needed = self.steps(heads, size // max(heads, 1), q.device)
         regions = self._regions([both], stage)
         (lent,) = regions(self.transport.rank)
-        _spread(k, v, [both] * (len(layouts.places) - 1) + [lent], layouts.places)
+        _spread(k, v, [both] * (len(layouts.slots) - 1) + [lent], layouts.slots)
         self._barrier(regions, stage)
         memory, done = regions.memory, torch.zeros(1, dtype=torch.int32, device=q.device)
         tells = memory.tells()
@@ -176,9 +176,9 @@ def _spread(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tens
         kernel.spread_rows(keys.contiguous(), values.contiguous(), targets, table)
         return
     both = torch.cat((keys, values), -1)
-    for target, places in zip(targets, table, strict=True):
-        there = places >= 0
-        target[places[there]] = both[there]
+    for target, slots in zip(targets, table, strict=True):
+        there = slots >= 0
+        target[slots[there]] = both[there]
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor
 from saccade.distributed import estimates, picture
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Broadcast, Exchange, HeadExchange, RowExchange, moved, numbers, repeated
-from saccade.distributed.groups import Ranks, constant, once
+from saccade.distributed.groups import Ranks, cached_method, constant
 from saccade.distributed.pull import PulledRows
 from saccade.distributed.sharding import Piece, Sharding, shifted
 from saccade.distributed.transport import Transport
 from saccade.layouts import ORDERS, Dense, Layout, Packed
 from saccade.util import arguments
-from saccade.util.caches import lazily
+from saccade.util.caches import cached_attribute
 
 
 def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
@@ -113,7 +113,7 @@ class ContextPlan:
         """(document, start, stop) of this rank's rows, in their order."""
         return self.sharding.by_rank[self.rank]
 
-    @lazily
+    @cached_attribute
     def used_rows(self) -> int:
         """How many rows this rank has, padding not counted; of a batch, in each of its rows."""
         return sum(piece.rows for piece in self.pieces)
@@ -145,16 +145,16 @@ class ContextPlan:
         """(rows,) int64: the number of each row's document, -1 for padding."""
         return padded(self._documents(self.ranks.device).clone(), self.padding, -1)
 
-    @once
+    @cached_method
     def _rows(self, device: str) -> Tensor:
         first = [0, *accumulate(self.lengths)]
         return numbers([(first[p.document] + p.start, p.rows) for p in self.pieces], device)
 
-    @once
+    @cached_method
     def _positions(self, device: str) -> Tensor:
         return numbers([(p.start, p.rows) for p in self.pieces], device)
 
-    @once
+    @cached_method
     def _documents(self, device: str) -> Tensor:
         return repeated([p.document for p in self.pieces], [p.rows for p in self.pieces]).to(device)
 
@@ -198,15 +198,15 @@ class ContextPlan:
         found = self._moved(x.movedim(dim, 0), f"roll by {shift}", "_of_rolled", shift)
         source = self._positions(str(x.device)) - shift
         has_one = (source >= 0) & (source < self._ends(str(x.device)))
-        place = padded(torch.where(has_one, has_one.cumsum(0) - 1, len(found)), self.padding, len(found))
+        rows_at = padded(torch.where(has_one, has_one.cumsum(0) - 1, len(found)), self.padding, len(found))
         nothing = bits(x.movedim(dim, 0).new_full((1, *found.shape[1:]), fill))
-        return of_dtype(torch.cat([found, nothing]).index_select(0, place), x.dtype).movedim(0, dim)
+        return of_dtype(torch.cat([found, nothing]).index_select(0, rows_at), x.dtype).movedim(0, dim)
 
-    @once
+    @cached_method
     def _longest(self) -> int:
         return max(self.lengths, default=0)
 
-    @once
+    @cached_method
     def _ends(self, device: str) -> Tensor:
         """(used_rows,): the length of each row's document."""
         return repeated([self.lengths[p.document] for p in self.pieces], [p.rows for p in self.pieces]).to(device)
@@ -230,7 +230,7 @@ class ContextPlan:
         """`local` on a device; of a batch in this order."""
         return self._layout(str(device), "thd" if self.batch is None else order)
 
-    @once
+    @cached_method
     def _layout(self, device: str, order: str) -> Layout:
         return self._packed(device) if self.batch is None else self._dense(device, order)
 
@@ -296,12 +296,12 @@ class ContextPlan:
             for h in self.heads:
                 self.heads_exchange(h, self.heads[0])
 
-    @once
+    @cached_method
     def heads_exchange(self, h: int, h_q: int) -> HeadExchange:
         """All rows of this part and a share of h heads, for all heads of this rank's rows."""
         return HeadExchange(self.part_rows(), h, h_q, self.heads_transport())
 
-    @once
+    @cached_method
     def keys_exchange(self) -> RowExchange:
         """The keys of all parts to the rows that see them."""
         sharding, kind = self.sharding, PulledRows if self.method.endswith("pull") else RowExchange
@@ -320,13 +320,13 @@ class ContextPlan:
         """One sequence for each piece, with its own keys."""
         return self._pieces_layout(str(device))
 
-    @once
+    @cached_method
     def _pieces_layout(self, device: str) -> Packed:
         pieces = self.pieces
         lengths = [x.rows for x in pieces], [x.rows for x in self.sharding.seen(pieces)]
         return Packed.from_lengths(*(x or [0] for x in lengths), device=device)
 
-    @once
+    @cached_method
     def pieces_exchange(self) -> RowExchange:
         """The keys of each piece."""
         sharding = self.sharding
@@ -335,17 +335,17 @@ class ContextPlan:
 
     # Of rows to all ranks, or rolled: the names of the exchange of this rank's part, and of that between parts.
 
-    @once
+    @cached_method
     def _within(self) -> str:
         ranks = self.ranks
         own = self.sharding.by_rank[ranks.part * ranks.heads :][: ranks.heads]
         return self._named(RowExchange(own, [self.sharding.by_part[ranks.part]] * ranks.heads, self.heads_transport()))
 
-    @once
+    @cached_method
     def _of_all(self) -> str:
         return self._across([[Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]] * self.size)
 
-    @once
+    @cached_method
     def _of_rolled(self, shift: int) -> str:
         return self._across([shifted(pieces, self.lengths, shift) for pieces in self.sharding.by_rank])
 
@@ -353,11 +353,11 @@ class ContextPlan:
         first = self.ranks.rank % self.ranks.heads
         return self._named(RowExchange(self.sharding.by_part, needed[first :: self.ranks.heads], self.rows_transport()))
 
-    @once
+    @cached_method
     def _rows_seed(self) -> str:
         return self._named(Broadcast(self.rows_transport()))
 
-    @once
+    @cached_method
     def _heads_seed(self) -> str:
         return self._named(Broadcast(self.heads_transport()))
 
@@ -383,17 +383,17 @@ class ContextPlan:
     def arrives(self) -> bool:
         return self.by_pieces and self.sharding.reach.left is None
 
-    @once
+    @cached_method
     def _arriving(self) -> ArrivingRows:
         return ArrivingRows(self.sharding, self.rows_transport())
 
-    @once
+    @cached_method
     def rows_transport(self) -> Transport:
         """Between the ranks with the same heads, one of each part."""
         ranks = self.ranks
         return self._transport(ranks.rows_group, ranks.part, ranks.parts)
 
-    @once
+    @cached_method
     def heads_transport(self) -> Transport:
         """Between the ranks that divide heads."""
         ranks = self.ranks

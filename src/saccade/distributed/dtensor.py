@@ -59,7 +59,7 @@ class _Cut(NamedTuple):
     """How ranks divide a call."""
 
     mesh: DeviceMesh
-    place: Sequence[int]
+    coordinate: Sequence[int]
     """This rank's in the mesh."""
     letters: Sequence[str]
     """What each dimension of the mesh divides: "b", batch rows, "h", heads, or "", nothing."""
@@ -74,7 +74,7 @@ class _Cut(NamedTuple):
         for i, own in enumerate(self.letters):
             if own == letter:
                 n //= self.mesh.size(i)
-                first += n * self.place[i]
+                first += n * self.coordinate[i]
         return first, n
 
     def placements(self, dims: dict[str, int], otherwise: Placement) -> tuple[Placement, ...]:
@@ -93,14 +93,14 @@ class _Cut(NamedTuple):
             x = DTensor.from_local(x, self.mesh, everywhere, run_check=False)
         elif x.device_mesh != self.mesh or tuple(x.placements) not in (everywhere, wanted):
             choices = " or ".join(dict.fromkeys([str(everywhere), str(wanted)]))
-            raise ValueError(f"{name} beside DTensors must be {choices} on their mesh, or plain, got {_told(x)}")
+            raise ValueError(f"{name} beside DTensors must be {choices} on their mesh, or plain, got {_described(x)}")
         return _local(x.redistribute(placements=wanted), self.placements(dims, Partial()))
 
     def constant(self, x: Tensor, dims: dict[str, int]) -> Tensor:
         """The same of a tensor of mask or layout, cut along those of its dimensions that are not 1."""
         if isinstance(x, DTensor):
             if any(not placement.is_replicate() for placement in x.placements):
-                raise ValueError(f"tensors of mask and layout must be replicated, or plain, got {_told(x)}")
+                raise ValueError(f"tensors of mask and layout must be replicated, or plain, got {_described(x)}")
             x = _local(x)
         for letter, dim in dims.items():
             if letter in self.letters and dim >= 0 and x.shape[dim] != 1:
@@ -117,7 +117,7 @@ def _cut_of(call: Call) -> _Cut:
     operands: dict[str, Any] = dict(zip("qkv", call.given, strict=False))
 
     def got() -> str:
-        return ", ".join(f"{name} {_told(x)}" for name, x in operands.items()) + f" in order {call.layout.order}"
+        return ", ".join(f"{name} {_described(x)}" for name, x in operands.items()) + f" in order {call.layout.order}"
 
     if any(not isinstance(x, DTensor) for x in operands.values()):
         raise TypeError(
@@ -125,7 +125,7 @@ def _cut_of(call: Call) -> _Cut:
             f"distribute_tensor(x, mesh, placements), or x.to_local(), got {got()}"
         )
     mesh = operands["q"].device_mesh
-    if any(x.device_mesh != mesh for x in operands.values()) or (place := mesh.get_coordinate()) is None:
+    if any(x.device_mesh != mesh for x in operands.values()) or (coordinate := mesh.get_coordinate()) is None:
         meshes = [x.device_mesh for x in operands.values()]
         raise ValueError(f"q, k and v must be on one mesh, with this rank in it, got {meshes}")
     letters = []
@@ -144,7 +144,7 @@ def _cut_of(call: Call) -> _Cut:
         letters.append(own[0])
     q, k, *_ = call.given
     h_q, h_k = (call.layout.canonical(x).shape[1] for x in (q, k))
-    cut = _Cut(mesh, place, letters, call.layout.sizes(q, k).b, h_q)
+    cut = _Cut(mesh, coordinate, letters, call.layout.sizes(q, k).b, h_q)
     for letter, words, sizes in (("b", "batch rows", [cut.b]), ("h", "query heads and key heads", [h_q, h_k])):
         ranks = prod([mesh.size(i) for i, own in enumerate(letters) if own == letter])
         if any(n % ranks for n in sizes):
@@ -228,5 +228,5 @@ def _local(x: Any, of_gradient: Sequence[Placement] | None = None) -> Tensor:
     return x.wait() if arguments.of_torch("AsyncCollectiveTensor", x) else x
 
 
-def _told(x: Any) -> str:
+def _described(x: Any) -> str:
     return f"{tuple(x.shape)} {tuple(x.placements) if isinstance(x, DTensor) else 'plain'}"

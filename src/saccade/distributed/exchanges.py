@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from saccade.call import needs_gradient
-from saccade.distributed.groups import once
+from saccade.distributed.groups import cached_method
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport
 from saccade.ops import vmap
@@ -212,7 +212,7 @@ class RowExchange(Exchange):
         )
         self._kept: dict[Any, Any] = {}
 
-    @once
+    @cached_method
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """For each rank, which own rows it needs, and where its rows are among those needed here."""
         sources = [numbers([(s.source, s.rows) for s in part], device) for part in self.sent]
@@ -247,12 +247,12 @@ class RowExchange(Exchange):
     def others(self) -> list[int]:
         return [i for i in range(self.transport.size) if i != self.transport.rank]
 
-    def summed(self, parts: list[Tensor], places: list[tuple[int, Any]]) -> Tensor:
-        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `place`."""
+    def summed(self, parts: list[Tensor], order: list[tuple[int, Any]]) -> Tensor:
+        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `rows_of_part`."""
         like = parts[0]
         dx = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device=like.device)
-        for i, place in places:
-            dx[place] += parts[i]  # a rank has a row once
+        for i, rows_of_part in order:
+            dx[rows_of_part] += parts[i]  # a rank has a row once
         return dx.to(like.dtype)
 
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from saccade.scores.recording.compile_constant import callable_of, compile_constant
 from saccade.util import arguments
+from saccade.util.compile_constant import callable_of, compile_constant
 from saccade.util.kept_memory import keep
 
 # What a plan makes once, and what torch.compile meets of it.
@@ -18,7 +18,7 @@ from saccade.util.kept_memory import keep
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def once(make: Method) -> Method:
+def cached_method(make: Method) -> Method:
     """A method of a plan, or of an exchange, that runs once for its arguments."""
     name = make.__name__
 

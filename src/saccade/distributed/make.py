@@ -101,7 +101,7 @@ def plan(
     if head_dim is not None:
         arguments.integer("head_dim", head_dim, least=1)
     if mask is not None and not isinstance(mask, Mask):
-        raise TypeError(f"mask must be a Mask such as causal(), or None, got {arguments.told(mask)}")
+        raise TypeError(f"mask must be a Mask such as causal(), or None, got {arguments.describe(mask)}")
     if timeout is not None:
         timeout = _seconds(timeout)
     ranks, reach = ranks_of(group, rank, method == "ulysses"), reach_of(mask)
@@ -198,7 +198,7 @@ def _offsets(documents: Tensor) -> bytes:
     """cu_seqlens as 64-bit integers: read, whatever has written them."""
     if documents.dim() != 1 or not len(documents) or documents.dtype not in INTEGERS:
         raise ValueError(
-            f"a tensor of documents holds offsets cu_seqlens, integers (b + 1,), got {arguments.told(documents)}"
+            f"a tensor of documents holds offsets cu_seqlens, integers (b + 1,), got {arguments.describe(documents)}"
         )
     memory = bytearray(8 * len(documents))
     torch.frombuffer(memory, dtype=torch.int64).copy_(documents)
@@ -218,7 +218,7 @@ def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:
     if not isinstance(documents, list):
         raise TypeError(
             "documents must be a list of lengths, a tensor of offsets cu_seqlens or a tuple (b, s), got "
-            f"{arguments.told(documents)}"
+            f"{arguments.describe(documents)}"
         )
     if set(map(type, documents)) - {int} or (documents and min(documents) < 0):
         documents = [int(arguments.integer("a length", x)) for x in documents]
@@ -227,7 +227,7 @@ def _lengths(documents: Any) -> tuple[tuple[int, ...], int | None]:
 
 def _seconds(timeout: Any) -> float:
     if isinstance(timeout, (bool, Tensor)):
-        raise TypeError(f"timeout must be a number of seconds, got {arguments.told(timeout)}")
+        raise TypeError(f"timeout must be a number of seconds, got {arguments.describe(timeout)}")
     if not 0 < (seconds := arguments.number("timeout", timeout)) <= LONGEST:
         raise ValueError(f"timeout must be a positive number of seconds, up to {LONGEST:.0e}, got {timeout}")
     return seconds
@@ -273,11 +273,11 @@ def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
     gathered = (batch or 1) * gathered_bytes(shared, heads, head_dim, pieces)
     divided = (batch or 1) * divided_bytes(sum(lengths), ranks.size, heads, head_dim)
     times = exchange_seconds(sharing, ranks.size, gathered), exchange_seconds("ulysses", ranks.size, divided)
-    told = (
+    reason = (
         f"{gathered / 1e6:.1f} MB of keys for a rank ({1e3 * times[0]:.2f} ms by {sharing}) beside "
         f"{divided / 1e6:.1f} MB of rows for heads ({1e3 * times[1]:.2f} ms); {why}"
     )
-    return (ranks.dividing_heads(), "ulysses", told) if times[1] < times[0] else (ranks, sharing, told)
+    return (ranks.dividing_heads(), "ulysses", reason) if times[1] < times[0] else (ranks, sharing, reason)
 
 
 def _sharing(ranks: Ranks) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from saccade.distributed.exchanges import RowExchange, Segment, sums_dtype
-from saccade.distributed.groups import once
+from saccade.distributed.groups import cached_method
 from saccade.distributed.sharding import Piece
 from saccade.distributed.transport import Transport, group_seconds
 from saccade.util.kept_memory import capturing, keep
@@ -239,14 +239,14 @@ class PulledRows(RowExchange):
             memory = memory_of(group, sum(map(self._size, xs)), xs[0].device)
             memory.begin(self.transport.timeout)
         except RuntimeError as error:
-            raise RuntimeError(self.transport.told(stage, xs, error)) from error
+            raise RuntimeError(self.transport.report(stage, xs, error)) from error
         return Regions(self, memory, xs)
 
     def _barrier(self, regions: Regions, stage: str) -> None:
         try:
             regions.memory.barrier(self.transport.timeout)
         except RuntimeError as error:
-            raise RuntimeError(self.transport.told(stage, regions.xs, error)) from error
+            raise RuntimeError(self.transport.report(stage, regions.xs, error)) from error
 
     def _size(self, x: Tensor) -> int:
         """Bytes of a region for rows like these, which is aligned."""
@@ -273,7 +273,7 @@ class RowSums:
                 sums[target : target + n] += rank[source : source + n]
         return sums.to(like.dtype)
 
-    @once
+    @cached_method
     def table(self, device: torch.device) -> tuple[Tensor, list[int]]:
         """(layers, rows) int32: which row of a rank's is part of a sum, -1 for none, in the order of ranks; and the
         rank of each layer."""
@@ -289,14 +289,14 @@ class RowSums:
         return table.to(device), ranks
 
 
-def _lay(layers: list[Tensor], rows: int, first: int, places: Tensor) -> None:
+def _lay(layers: list[Tensor], rows: int, first: int, slots: Tensor) -> None:
     """Into the first layer with room from row `first` on."""
-    stop = first + len(places)
+    stop = first + len(slots)
     layer = next((x for x in layers if bool((x[first:stop] < 0).all())), None)
     if layer is None:
         layer = torch.full((rows,), -1, dtype=torch.int32, device="cpu")
         layers.append(layer)
-    layer[first:stop] = places
+    layer[first:stop] = slots
 
 
 class Regions:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from saccade import masks
 from saccade.masks import Mask
-from saccade.util.caches import lazily
+from saccade.util.caches import cached_attribute
 
 
 class Piece(NamedTuple):
@@ -207,10 +207,10 @@ class Line:
     def rows(self) -> int:
         return self.ends[-1]
 
-    def area(self, place: int) -> int:
+    def area(self, position: int) -> int:
         """The scores of all rows before a place."""
-        at = bisect_right(self.ends, place) - 1
-        inside = place - self.ends[at]
+        at = bisect_right(self.ends, position) - 1
+        inside = position - self.ends[at]
         if not inside:
             return self.areas[at]
         pieces = self.stretches[at].taken(0, inside)
@@ -221,15 +221,15 @@ class Line:
     ) -> int:
         """Where a function that rises comes near enough to a value with the fewest cuts, or nearest to it. `cuts` are
         the two places where the line is cut, which move with x."""
-        found = _place(value, wanted, low, high)
+        found = _position(value, wanted, low, high)
         near = {low, found, high}
-        for place in cuts(found):
-            at = bisect_right(self.ends, place) - 1
-            near |= {found + end - place for end in self.ends[at : at + 2]}
+        for position in cuts(found):
+            at = bisect_right(self.ends, position) - 1
+            near |= {found + end - position for end in self.ends[at : at + 2]}
 
         def worth(x: int) -> tuple[int, int, int]:
             error = abs(value(x) - wanted)
-            return sum(self.ends[bisect_right(self.ends, place) - 1] != place for place in cuts(x)), error, x
+            return sum(self.ends[bisect_right(self.ends, position) - 1] != position for position in cuts(x)), error, x
 
         allowed = [x for x in near if low <= x <= high and (x == found or SLACK * abs(value(x) - wanted) <= wanted)]
         return min(allowed, key=worth)
@@ -302,7 +302,7 @@ def _right_rows(line: Line, low: int, high: int, rows: int, share: int) -> int:
     return line.snapped(area, share, least, most, lambda right: (low - rows + right, high + right))
 
 
-def _place(value: Callable[[int], int], wanted: int, low: int, high: int) -> int:
+def _position(value: Callable[[int], int], wanted: int, low: int, high: int) -> int:
     """Where a function that rises comes nearest to a value, from low to high."""
     first, last = low, high
     while low < high:
@@ -325,21 +325,21 @@ class Sharding:
     reach: Reach
     """What rows see at most."""
 
-    @lazily
+    @cached_attribute
     def by_part(self) -> list[list[Piece]]:
         """The pieces of each part, in order of documents and rows."""
         if self.parts == 1:
             return [[Piece(i, 0, n) for i, n in enumerate(self.lengths) if n]]
         return balanced(self.lengths, self.parts, self.reach)
 
-    @lazily
+    @cached_attribute
     def by_rank(self) -> list[list[Piece]]:
         """The pieces of each rank: a part's rows go to its ranks in order, in equal numbers."""
         if self.heads == 1:
             return self.by_part
         return [share for pieces in self.by_part for share in _shares(pieces, self.heads)]
 
-    @lazily
+    @cached_attribute
     def keys(self) -> list[list[Piece]]:
         """For each part the keys that its rows see, one span for each document with rows there."""
         return [list(spans(pieces, self.lengths, self.reach)) for pieces in self.by_part]
@@ -401,7 +401,7 @@ class Sharding:
             found.append(mine)
         return found
 
-    @lazily
+    @cached_attribute
     def fingerprint(self) -> str:
         """Equal where plans are."""
         text = type(self).__name__ + repr((self.lengths, self.parts, self.heads, self.reach))
@@ -411,7 +411,7 @@ class Sharding:
 class PairSharding(Sharding):
     """Each document in 2 R chunks, of which rank r has number r and number 2 R - 1 - r."""
 
-    @lazily
+    @cached_attribute
     def by_part(self) -> list[list[Piece]]:
         ranks = self.parts
         return [

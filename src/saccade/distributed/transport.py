@@ -64,19 +64,19 @@ class Agreement:
         if store.add(f"{meeting}/count", 1) == self.size:  # the last one tells all
             found = [store.get(f"{meeting}/{i}").decode() for i in range(self.size)]
             differ = len({*found}) > 1
-            store.set(f"{meeting}/told", "\n".join(f"  rank {i}: {text}" for i, text in enumerate(found)) * differ)
-        store.wait([f"{meeting}/told"], timedelta(seconds=seconds))
-        told = store.get(f"{meeting}/told").decode()
+            store.set(f"{meeting}/report", "\n".join(f"  rank {i}: {text}" for i, text in enumerate(found)) * differ)
+        store.wait([f"{meeting}/report"], timedelta(seconds=seconds))
+        report = store.get(f"{meeting}/report").decode()
         self._forget(self._meetings - 1)
-        if not told:
+        if not report:
             if len(self._known) >= KNOWN:
                 self._known.clear()
             self._known.add(what)
-        return told
+        return report
 
     def _forget(self, meeting: int) -> None:
         """One that all ranks have left, as all have come to the next."""
-        names = [str(self.rank), *(("count", "told") if self.rank == 0 else ())]
+        names = [str(self.rank), *(("count", "report") if self.rank == 0 else ())]
         for name in names if meeting else ():
             self.store.delete_key(f"meeting/{meeting}/{name}")
 
@@ -144,11 +144,11 @@ class Transport:
         else:
             ranks.note(mine)
         try:
-            told = ranks.meet(mine, self.timeout or group_seconds(group, device))
+            report = ranks.meet(mine, self.timeout or group_seconds(group, device))
         except RuntimeError as error:
-            raise RuntimeError(self.told(stage, xs, error)) from error
-        if told:
-            raise RuntimeError(f"ranks are in different exchanges:\n{told}")
+            raise RuntimeError(self.report(stage, xs, error)) from error
+        if report:
+            raise RuntimeError(f"ranks are in different exchanges:\n{report}")
         return group
 
     def _equal(self, group: Any, mine: str, stage: str, xs: Sequence[Tensor]) -> bool:
@@ -185,17 +185,17 @@ class Transport:
             else:
                 work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise RuntimeError(self.told(stage, xs, error)) from error
+            raise RuntimeError(self.report(stage, xs, error)) from error
 
-    def told(self, stage: str, xs: Sequence[Tensor], error: object) -> str:
+    def report(self, stage: str, xs: Sequence[Tensor], error: object) -> str:
         ranks = agreement_of(self.group(stage))
         try:
-            places = ranks.notes()
+            stages = ranks.notes()
         except RuntimeError:
-            places = "  unknown: the group's store has ended too"
+            stages = "  unknown: the group's store has ended too"
         return (
             f"rank {self.rank} of {self.size}: {stage}, exchange {ranks.exchanges} of its group, of {_named(xs)}, "
-            f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{places}"
+            f"failed; another rank has failed, or is not in the same call: {error}\nWhere ranks were last:\n{stages}"
         )
 
 

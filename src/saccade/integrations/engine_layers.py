@@ -46,15 +46,15 @@ def registering(package: str, name: str, tested: tuple[str, ...], log: Logger) -
     Raises:
         ImportError: no engine, or one without such a registry.
     """
-    listed, found = ", ".join(tested), release(package)
+    tested_with, found = ", ".join(tested), release(package)
     try:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"saccade's backend is written for {name} {listed}, and {name} {found} has no such registry: {error}"
+            f"saccade's backend is written for {name} {tested_with}, and {name} {found} has no such registry: {error}"
         ) from error
     if found not in tested:
-        log.warning(f"saccade was tested with {name} {listed}, and this is {name} {found}: check what it computes")
+        log.warning(f"saccade was tested with {name} {tested_with}, and this is {name} {found}: check what it computes")
 
 
 def differences(own: type, base: type) -> Iterator[str]:

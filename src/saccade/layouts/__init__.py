@@ -1,6 +1,6 @@
 """Where the rows of q, k and v live."""
 
-from saccade.layouts.base import LENGTHS, Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, Layout, SequenceSlice
 from saccade.layouts.dense import ORDERS, Dense, dense_of
 from saccade.layouts.packed import Packed, unwrap
 from saccade.layouts.paged import CacheSlots, Paged
@@ -8,6 +8,6 @@ from saccade.layouts.rebuild import from_tensors, view_layout
 from saccade.layouts.strides import empty_bytes, empty_like_rows, ordered_like, with_rows
 
 __all__ = [
-    "LENGTHS", "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequencePlace", "dense_of", "empty_bytes",
+    "LENGTHS", "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequenceSlice", "dense_of", "empty_bytes",
     "empty_like_rows", "from_tensors", "ordered_like", "unwrap", "view_layout", "with_rows",
 ]  # fmt: skip

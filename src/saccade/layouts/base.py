@@ -19,7 +19,7 @@ from saccade.masks import Blocked, Extent, Mask, MaskMod, Positions
 from saccade.scores import Sizes
 
 
-class SequencePlace(NamedTuple):
+class SequenceSlice(NamedTuple):
     """Where one sequence is in canonical q and in canonical, gathered k."""
 
     number: int
@@ -115,12 +115,12 @@ class Layout:
             return None
         return positions_of(self.q_offset, self.k_offset, None if self.cu_seqlens_q is None else s_q)
 
-    def sequence_offsets(self, place: SequencePlace, s_q: int) -> tuple[Any, Any]:
+    def sequence_offsets(self, sequence: SequenceSlice, s_q: int) -> tuple[Any, Any]:
         """`q_offset` and `k_offset` of one sequence as a batch of one row; s_q as in `positions`."""
         positions = self.positions(s_q)
-        return (None, None) if positions is None else of_sequence(positions, place.number, place.rows)
+        return (None, None) if positions is None else of_sequence(positions, sequence.number, sequence.rows)
 
-    def place_error(self, mask: Mask | None, sizes: Sizes, rows: int) -> str | None:
+    def position_error(self, mask: Mask | None, sizes: Sizes, rows: int) -> str | None:
         """What is wrong with the shapes of offsets, or with a mask beside them; `rows` are those of a batch row, or of
         all sequences end to end."""
         positions = self.positions(rows)
@@ -153,7 +153,7 @@ class Layout:
         if positions is None:
             return
         q, rows = self.q_offset, s_q
-        if positions.by_row and isinstance(positions.q, Tensor):
+        if positions.per_row and isinstance(positions.q, Tensor):
             q, rows = self._in_use(positions.q), 1
         check_positions("q_offset", q, rows, functions)
         check_positions("k_offset", self.k_offset, s_k, functions)
@@ -267,11 +267,11 @@ class Layout:
         """Canonical k or v with the keys of each sequence in one place."""
         return x
 
-    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+    def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
         """Where each sequence is in canonical q and in gathered k; reads the offsets."""
         whole = slice(0, q.shape[2]), slice(0, k.shape[2])
         batches = (slice(b, b + 1) for b in range(q.shape[0]))
-        return [SequencePlace(b, batch, whole[0], batch, whole[1]) for b, batch in enumerate(batches)]
+        return [SequenceSlice(b, batch, whole[0], batch, whole[1]) for b, batch in enumerate(batches)]
 
     def in_place(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The operands whose alignment decides which backend runs."""

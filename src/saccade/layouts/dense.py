@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import check_vector, same_vector, shortened
 from saccade.layouts.validate import check_offset, interval_error, operand_error
 from saccade.masks import Blocked, Documents, Mask
@@ -93,12 +93,12 @@ class Dense(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         sizes = self.sizes(q, k)._replace(exact=True)
         b, _, s_q, s_k, _ = sizes
-        if mask is not None and mask.listed and (error := mask.shape_error(sizes)):
+        if mask is not None and mask.block_sparse and (error := mask.shape_error(sizes)):
             return error
         for name in LENGTHS:
             if (used := getattr(self, name)) is not None and used.shape != (b,):
                 return f"{name} must have shape ({b},), got {tuple(used.shape)}"
-        if error := self.place_error(mask, sizes, s_q):
+        if error := self.position_error(mask, sizes, s_q):
             return error
         leaves = list(mask.leaves()) if mask is not None else []
         if self.kind == "padded" and (isinstance(mask, Blocked) or any(leaf.of_shape for leaf in leaves)):
@@ -136,19 +136,19 @@ class Dense(Layout):
 
     def __repr__(self) -> str:
         given = {name: x for name in self.FLAT if (x := getattr(self, name)) is not None}
-        told = (f"{name}={list(x.shape) if isinstance(x, Tensor) else x}" for name, x in given.items())
-        return f"Dense({', '.join([repr(self.order), *told])})"
+        fields = (f"{name}={list(x.shape) if isinstance(x, Tensor) else x}" for name, x in given.items())
+        return f"Dense({', '.join([repr(self.order), *fields])})"
 
 
-def dense_of(layout: Layout, place: SequencePlace, s_q: int) -> Dense:
+def dense_of(layout: Layout, sequence: SequenceSlice, s_q: int) -> Dense:
     """The layout of one sequence as a batch of one row; s_q rows are those of the canonical operand."""
-    i = place.number
+    i = sequence.number
     of_keys = layout.seqused_k if layout.starts_k is None else None  # a range has all of its keys in use
     if layout.seqused_q is of_keys is None and not (layout.positioned or layout.has_pages):
         return PLAIN["bhsd"]
     used = {"seqused_q": layout.seqused_q, "seqused_k": of_keys}
     own = {name: None if x is None else x[i : i + 1] for name, x in used.items()}
-    q_offset, k_offset = layout.sequence_offsets(place, s_q)
+    q_offset, k_offset = layout.sequence_offsets(sequence, s_q)
     return Dense("bhsd", **own, q_offset=q_offset, k_offset=k_offset)
 
 

@@ -66,8 +66,8 @@ def offsets_of_lengths(
         return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0)), None
     numbers = list(lengths) if isinstance(lengths, Sequence) else None
     if numbers is None or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        told = repr(lengths) if numbers is None else shortened(numbers)
-        raise ValueError(f"{name} must be integers from 0 on, or an integer tensor of shape (b,), got {told}")
+        got = repr(lengths) if numbers is None else shortened(numbers)
+        raise ValueError(f"{name} must be integers from 0 on, or an integer tensor of shape (b,), got {got}")
     ends = [*accumulate(numbers, initial=0)]
     dtype = torch.int32 if ends[-1] < 1 << 31 else torch.int64
     device = torch.get_default_device() if device is None else device

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequencePlace
+from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import (
     check_offsets,
     check_vector,
@@ -214,7 +214,7 @@ class Packed(Layout):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
         error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
-        error = error or self.place_error(mask, self.sizes(q, k), q.shape[0])
+        error = error or self.position_error(mask, self.sizes(q, k), q.shape[0])
         return error or interval_error(mask, self.sequences, q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -257,7 +257,7 @@ class Packed(Layout):
         """(b): how many keys each sequence has, in use or not; of ranges those in use."""
         return self.seqused_k if self.cu_seqlens_k is None else self.cu_seqlens_k.diff()  # pyright: ignore[reportReturnType]
 
-    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+    def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
         row = slice(0, 1)
         if self.cu_seqlens_k is not None:
             keys = pairwise(self.cu_seqlens_k.tolist())
@@ -265,7 +265,7 @@ class Packed(Layout):
             starts, used = self.starts_k.tolist(), self.seqused_k.tolist()  # pyright: ignore[reportOptionalMemberAccess]
             keys = [(start, start + n) for start, n in zip(starts, used, strict=True)]
         ends = zip(pairwise(self.cu_seqlens_q.tolist()), keys, strict=True)
-        return [SequencePlace(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
+        return [SequenceSlice(i, row, slice(*q), row, slice(*k)) for i, (q, k) in enumerate(ends)]
 
     def _in_use(self, q: Tensor) -> Tensor:
         return q[self.rows_in_use(q.shape[0])]
@@ -335,8 +335,13 @@ def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tens
         raise ValueError("nested k and v must have the same offsets")
     q_rows, k_rows, v_rows = (x.values() if ragged_dim == 1 else x.values().transpose(0, 1) for x in (q, k, v))
     bounds = _bound(q), _bound(k)
-    places = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
-    return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **places)
+    sequence_slices = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
+    return (
+        q_rows,
+        k_rows,
+        v_rows,
+        Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **sequence_slices),
+    )
 
 
 def _bound(x: Any) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import OFFSETS, Layout, SequencePlace
+from saccade.layouts.base import OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
 from saccade.layouts.validate import cache_error, check_offset, head_error, interval_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Window
@@ -150,7 +150,7 @@ class Paged(Layout):
             return None
         error = sequence_mask_error(mask, sizes, no_documents)
         if error is None and self.positioned:
-            error = self.place_error(mask, sizes, rows)
+            error = self.position_error(mask, sizes, rows)
         elif error is None and mask is not None:
             leaf = next(filter(attrgetter("of_shape"), mask.leaves()), None)
             if leaf is not None:
@@ -211,7 +211,7 @@ class Paged(Layout):
             return extent._replace(p=first + extent.q_idx(), k=torch.zeros_like(extent.rows[:1]))
         positions = self.positions(q.shape[2])
         assert positions is not None
-        if positions.by_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
+        if positions.per_row and self.cu_seqlens_q is not None and isinstance(positions.q, Tensor):
             rows = self.cu_seqlens_q[:-1, None] + extent.q_idx()  # of a padded batch
             return extent.at(positions._replace(q=positions.q[rows.clamp(0, max(positions.q.shape[0] - 1, 0))]))
         return extent.at(positions)
@@ -227,22 +227,22 @@ class Paged(Layout):
         pages = self.block_table.long().clamp(0, x.shape[0] - 1)
         return x[pages].transpose(1, 2).flatten(2, 3)
 
-    def places(self, q: Tensor, k: Tensor) -> list[SequencePlace]:
+    def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
         keys, batches = slice(0, k.shape[2]), [slice(b, b + 1) for b in range(self.sequences)]
         if self.cu_seqlens_q is None:
-            return [SequencePlace(b, batch, slice(0, q.shape[2]), batch, keys) for b, batch in enumerate(batches)]
+            return [SequenceSlice(b, batch, slice(0, q.shape[2]), batch, keys) for b, batch in enumerate(batches)]
         rows = [slice(*ends) for ends in pairwise(self.cu_seqlens_q.tolist())]
-        return [SequencePlace(b, slice(0, 1), rows[b], batch, keys) for b, batch in enumerate(batches)]
+        return [SequenceSlice(b, slice(0, 1), rows[b], batch, keys) for b, batch in enumerate(batches)]
 
     def function_sizes(self, sizes: Sizes) -> Sizes:
         sizes = super().function_sizes(sizes)
         return sizes if self.positioned else sizes._replace(s_q=sizes.s_k)
 
-    def sequence_offsets(self, place: SequencePlace, s_q: int) -> tuple[Any, Any]:
+    def sequence_offsets(self, sequence: SequenceSlice, s_q: int) -> tuple[Any, Any]:
         if self.positions(s_q) is not None:
-            return super().sequence_offsets(place, s_q)
-        i = place.number
-        return self.seqused_k[i : i + 1] - (place.rows.stop - place.rows.start), None
+            return super().sequence_offsets(sequence, s_q)
+        i = sequence.number
+        return self.seqused_k[i : i + 1] - (sequence.rows.stop - sequence.rows.start), None
 
     def in_place(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The caches: a backend copies queries so that their rows are aligned, and never a cache."""

@@ -59,7 +59,7 @@ def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> s
         if leaf.kind == "prefixes" and leaf.tensors[0].shape != (sizes.b,):
             got = tuple(leaf.tensors[0].shape)
             return f"prefix lengths must have shape ({sizes.b},), one for each sequence, got {got}"
-        if leaf.listed and (error := leaf.shape_error(sizes)):
+        if leaf.block_sparse and (error := leaf.shape_error(sizes)):
             return error
     return None
 
@@ -71,7 +71,7 @@ def counts_from_first(mask: Mask) -> bool:
 
 def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: bool) -> str | None:
     """Of intervals whose bounds are tensors; `rows` are those of a sequence, or of all sequences end to end."""
-    if mask is None or not mask.by_row:
+    if mask is None or not mask.bounds_per_row:
         return None
     leaves = mask.leaves()
     errors = (leaf.bounds_error(sequences, rows, end_to_end) for leaf in leaves if isinstance(leaf, KeyInterval))
@@ -104,14 +104,14 @@ def positions_of(q_offset: Offset | None, k_offset: Offset | None, flat_rows: in
     end to end."""
     if q_offset is None and k_offset is None:
         return None
-    q, k, by_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False
+    q, k, per_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False
     if isinstance(q, Tensor):
-        by_row = q.shape[-1] == flat_rows if q.dim() == 1 else q.shape[1] != 1
-        if q.dim() == 1 and not by_row:
+        per_row = q.shape[-1] == flat_rows if q.dim() == 1 else q.shape[1] != 1
+        if q.dim() == 1 and not per_row:
             q = q[:, None]
-        elif by_row and flat_rows is not None:
+        elif per_row and flat_rows is not None:
             q = q.flatten()
-    return Positions(q, k[:, None] if isinstance(k, Tensor) and k.dim() == 1 else k, by_row)
+    return Positions(q, k[:, None] if isinstance(k, Tensor) and k.dim() == 1 else k, per_row)
 
 
 def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offset]:

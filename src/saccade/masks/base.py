@@ -42,16 +42,16 @@ class Mask:
     exact: bool = True
     """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
 
-    lower: bool = True
+    has_lower_bound: bool = True
     """Whether a row may have masked keys before its first visible one."""
 
-    listed: bool = False
+    block_sparse: bool = False
     """Whether block sparsity says which tiles are empty, which intervals cannot."""
 
     of_shape: bool = False
     """Whether it is for calls of one shape, all of whose rows are in use."""
 
-    by_row: bool = False
+    bounds_per_row: bool = False
     """Whether tensors give each row its keys, anew in each call: nothing that is made of them is kept, and they do not
     say which rows see a key."""
 
@@ -78,8 +78,8 @@ class Mask:
 
     @property
     def identity(self) -> str:
-        """The kind, with a name for every program in it: masks with the same one, and the same `lower`, run the same
-        kernels."""
+        """The kind, with a name for every program in it: masks with the same one, and the same `has_lower_bound`, run
+        the same kernels."""
         return self.kind
 
     @property
@@ -246,7 +246,7 @@ class PredicateMask(Mask):
 
     kind: ClassVar[str] = "mask_mod"
     exact: ClassVar[bool] = False
-    listed: ClassVar[bool] = True
+    block_sparse: ClassVar[bool] = True
 
     def hull(self, extent: Extent) -> Interval:
         return everything(extent)
@@ -260,7 +260,7 @@ class WrappedMask(Mask):
     """Another mask, with more to it."""
 
     mask: Mask
-    listed: ClassVar[bool] = True
+    block_sparse: ClassVar[bool] = True
     exact: ClassVar[bool] = False
 
     @property

@@ -25,7 +25,7 @@ class Window(Mask):
     # In the path of small calls, and so attributes that are computed once.
     kind: ClassVar[Any] = "window"
     identity: ClassVar[Any] = "window"
-    lower: ClassVar[Any] = True
+    has_lower_bound: ClassVar[Any] = True
     tensors: ClassVar[Any] = ()
     floats: ClassVar[Any] = ()
     ints: ClassVar[Any] = ()
@@ -34,9 +34,9 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         bounds = tuple([UNBOUNDED if x is None else x for x in (self.left, self.right)])
-        lower, causal = self.left is not None, self.left is None and self.right == 0
+        has_lower_bound, causal = self.left is not None, self.left is None and self.right == 0
         kind, ints = ("causal", ()) if causal else ("window", bounds)
-        derived = {"kind": kind, "identity": kind, "lower": lower, "bounds": bounds, "ints": ints}
+        derived = {"kind": kind, "identity": kind, "has_lower_bound": has_lower_bound, "bounds": bounds, "ints": ints}
         for name, x in derived.items():
             object.__setattr__(self, name, x)
 
@@ -67,7 +67,7 @@ class Prefix(Mask):
 
     FLAT: ClassVar = {"prefix": {"n": int}, "prefixes": {"n": Tensor}}
     n: int | Tensor
-    lower: ClassVar[bool] = False
+    has_lower_bound: ClassVar[bool] = False
 
     @property
     def kind(self) -> str:
@@ -225,13 +225,13 @@ def documents(ids: Tensor) -> Mask:
         nothing = ids.to(torch.int32)
         return Documents(nothing, nothing, nothing, nothing.bool())
     # Sorting brings a document's tokens together in order of position; a run of equal ids is a document.
-    ordered, place = ids.long().sort(dim=1, stable=True)
+    ordered, order = ids.long().sort(dim=1, stable=True)
     # Nothing is written in place: selective checkpoints may keep any of these.
     number = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).long().cumsum(1)
     count = torch.zeros_like(number).scatter_add(1, number, torch.ones_like(number))
-    first = torch.full_like(number, ids.shape[1]).scatter_reduce(1, number, place, "amin")
-    last = torch.zeros_like(number).scatter_reduce(1, number, place, "amax")
-    compact = torch.empty_like(number).scatter(1, place, number)
+    first = torch.full_like(number, ids.shape[1]).scatter_reduce(1, number, order, "amin")
+    last = torch.zeros_like(number).scatter_reduce(1, number, order, "amax")
+    compact = torch.empty_like(number).scatter(1, order, number)
     start, stop = first.gather(1, compact), last.gather(1, compact) + 1
     solid = stop - start == count.gather(1, compact)
     return Documents(compact.int(), start.int(), stop.int(), solid)

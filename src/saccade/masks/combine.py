@@ -23,7 +23,7 @@ from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
-from saccade.scores.recording.compile_constant import compile_constant
+from saccade.util.compile_constant import compile_constant
 from saccade.util.imports import after_import
 
 
@@ -49,16 +49,16 @@ class Combined(Mask):
         return self._text([repr(part) for part in self.parts])
 
     @property
-    def lower(self) -> bool:
-        return any(part.lower for part in self.parts)
+    def has_lower_bound(self) -> bool:
+        return any(part.has_lower_bound for part in self.parts)
 
     @property
-    def by_row(self) -> bool:
-        return any(part.by_row for part in self.parts)
+    def bounds_per_row(self) -> bool:
+        return any(part.bounds_per_row for part in self.parts)
 
     @property
-    def listed(self) -> bool:
-        return any(part.listed for part in self.parts)
+    def block_sparse(self) -> bool:
+        return any(part.block_sparse for part in self.parts)
 
     @property
     def indices(self) -> frozenset[str]:
@@ -117,7 +117,7 @@ class Not(Combined, PredicateMask):
     """What its one part masks. Block sparsity says where that is nothing."""
 
     @property
-    def listed(self) -> bool:
+    def block_sparse(self) -> bool:
         return True
 
     @property
@@ -274,7 +274,7 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
                 return Prefix(n[b : b + 1])
             case KeyInterval():
                 return leaf.of_batch_row(b)
-            case _ if leaf.listed:
+            case _ if leaf.block_sparse:
                 return OfRow(leaf, b) if "b" in leaf.indices else leaf
         return leaf
 

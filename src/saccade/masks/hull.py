@@ -19,7 +19,7 @@ class Positions(NamedTuple):
     position for each row"""
     k: int | Tensor
     """an int, or (b or 1, 1)"""
-    by_row: bool
+    per_row: bool
     """Whether q is a position for each row."""
 
     @property
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
             x.long().clamp(-FARTHEST, FARTHEST) if isinstance(x, Tensor) else torch.full_like(self.rows[:1], x)
             for x in positions[:2]
         )
-        return self._replace(p=q if positions.by_row else q + self.q_idx(), k=k)
+        return self._replace(p=q if positions.per_row else q + self.q_idx(), k=k)
 
     @property
     def differs(self) -> bool:

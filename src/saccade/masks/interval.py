@@ -40,11 +40,11 @@ class KeyInterval(Mask):
         return "interval_stops" if self.open_start else "interval_rows"
 
     @property
-    def lower(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_lower_bound(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self.open_start
 
     @property
-    def by_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def bounds_per_row(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return isinstance(self.stop, Tensor)
 
     @property
@@ -113,8 +113,8 @@ class KeyInterval(Mask):
         return None
 
     def __repr__(self) -> str:
-        told = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
-        start, stop = told
+        bounds = (list(x.shape) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
+        start, stop = bounds
         return f"interval({'None' if self.open_start else start},{'None' if stop == OPEN else stop})"
 
 
@@ -157,8 +157,8 @@ def interval(start: int | Tensor | None, stop: int | Tensor | None) -> Mask:
     tensors = [x for x in (first, last) if isinstance(x, Tensor)]
     if not tensors:
         return KeyInterval.of_fields(OPEN if last is None else last, -FARTHEST if first is None else first)
-    if len(places := {x.device for x in tensors}) > 1:
-        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, places)))}")
+    if len(devices := {x.device for x in tensors}) > 1:
+        raise ValueError(f"interval's bounds must be on one device, got {', '.join(sorted(map(str, devices)))}")
     like = tensors[0]
     last = _like(like, OPEN if last is None else last)
     return KeyInterval(last if first is None else _like(like, first), last, first is None)

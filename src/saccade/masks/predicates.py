@@ -16,9 +16,9 @@ from torch import Tensor
 from saccade import scores
 from saccade.masks.base import COMBINATIONS, Mask, PredicateMask, WrappedMask
 from saccade.masks.hull import Extent
-from saccade.scores.recording.compile_constant import compile_constant
 from saccade.util import arguments
 from saccade.util.caches import derived_from_values
+from saccade.util.compile_constant import compile_constant
 from saccade.util.kept_memory import apart
 
 TILE = 64
@@ -290,7 +290,7 @@ def _identity(own: tuple[bool, ...]) -> str:
 def _program(own: tuple[bool, ...]) -> Any:
     """The program of all tensors that have one element in the same dimensions; kept for ever, as there are few."""
     t = torch.zeros((), dtype=torch.bool, device="cpu").expand([7 if mine else 1 for mine in own])
-    return scores.recorded_predicate(partial(read, t=t, own=own), "tensor").program
+    return scores.traced_predicate(partial(read, t=t, own=own), "tensor").program
 
 
 def of_tensor(t: Tensor) -> Mask:
@@ -384,8 +384,8 @@ def _mark(states: Tensor, count: Tensor, index: Tensor, value: int) -> None:
     for all that is not listed."""
     rows, last = states.shape[2], states.shape[3] - 1
     index = index[:, :, :rows, :last]
-    listed = torch.arange(index.shape[3], device=index.device) < count[:, :, :rows, None]
-    states.scatter_(3, torch.where(listed, index, last).long(), value)
+    kept = torch.arange(index.shape[3], device=index.device) < count[:, :, :rows, None]
+    states.scatter_(3, torch.where(kept, index, last).long(), value)
 
 
 COMBINATIONS["mask"] = as_mask  # pyright: ignore[reportArgumentType] (of None alone it is None)

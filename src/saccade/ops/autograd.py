@@ -31,7 +31,7 @@ from saccade.call import (
 from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, view_layout
 from saccade.ops import execution, replay
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.util.errors import Unsupported
 
 
@@ -114,7 +114,7 @@ _apply_eager = cast("Any", super(torch.autograd.Function, _Eager)).apply
 vLLM on a CPU asks all that modules hold for their attributes, which it cannot give."""
 
 
-def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | None) -> Outputs:
+def eager(call: Call, backend: str, run: Callable[[], Outputs], found: CallKey | None) -> Outputs:
     """What `run` returns, with gradients.
 
     Args:
@@ -130,7 +130,7 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: Found | N
     return results
 
 
-def replayed(found: Found) -> Outputs | None:
+def replayed(found: CallKey) -> Outputs | None:
     """What an earlier call of this key did, with gradients; None where the call takes the long way."""
     replay = found.replay
     if replay is None or replay.static is None or not replay.ready():

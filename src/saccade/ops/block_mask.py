@@ -48,7 +48,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     """
     for name, n in (("b", b), ("h", h), ("s_q", s_q), ("s_k", s_k)):
         arguments.integer(name, n)
-    device = arguments.place(device)
+    device = arguments.device_of(device)
     mask = as_mask(mask)
     if mask is None:
         raise TypeError("block_mask needs a mask, got None")
@@ -56,14 +56,16 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
     bound = mask.bound()
     if error := bound.shape_error(Sizes(b, h, s_q, s_k)):
         raise ValueError(error)
-    if not mask.listed:
+    if not mask.block_sparse:
         return mask
-    if mask.by_row:
+    if mask.bounds_per_row:
         raise ValueError(
             f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
         )
-    place = bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device
-    q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
+    device_of_mask = (
+        bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device
+    )
+    q, k = (torch.empty(1, device=device_of_mask).expand(b, h, s, 1) for s in (s_q, s_k))
     call = Call(q, k, k, mask=bound)
     if torch.compiler.is_compiling():
         flat = flatten(call, "auto")

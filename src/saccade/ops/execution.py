@@ -18,7 +18,7 @@ from saccade.call.arrivals import Arrivals
 from saccade.call.descale import EIGHT_BITS
 from saccade.masks import MaskMod
 from saccade.ops import dispatch, replay, shared_pages
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.scores import Traced
 from saccade.util import memory_layout
 
@@ -27,7 +27,7 @@ BackwardResults = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def execute(
-    call: Call, backend: str, lse: bool, found: Found | None = None, arrivals: Arrivals | None = None
+    call: Call, backend: str, lse: bool, found: CallKey | None = None, arrivals: Arrivals | None = None
 ) -> Outputs:
     """Plan and run: what the operator does. Results are in the layout's order.
 
@@ -126,7 +126,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_of(
-    found: Found | None, flat: Sequence[Any], lse: bool, out: Tensor | None = None
+    found: CallKey | None, flat: Sequence[Any], lse: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results that the operator returns: those that nobody asked for are empty tensors.
 
@@ -155,7 +155,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argum
 
 
 def backward_of(
-    found: Found | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
+    found: CallKey | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> BackwardResults:
     """The same of a backward, whose first arguments are dout, dlse, out and lse."""
     if found is None or (results := found.again()) is None:
@@ -170,7 +170,7 @@ def backward_of(
 
 
 def computed_gradients(
-    found: Found | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
+    found: CallKey | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     """Those of a call by its results: dq, dk, dv, dsink, and those of captured tensors.
 

@@ -38,7 +38,7 @@ class Explanation:
         self.outrun: dict[str, str] = {}
         if isinstance(call, Call):
             able = [name for name, against in self.reasons.items() if not against]
-            self.outrun = {name: why for name in able if (why := dispatch.outrun(name, call)) is not None}
+            self.outrun = {name: why for name in able if (why := dispatch.slower_than_next(name, call)) is not None}
         plan = self._plan = _plan_if_any(call, backend)
         self.shared = None
         if plan and isinstance(whole, Call) and whole.layout.shared_pages and plan.backend != "reference":

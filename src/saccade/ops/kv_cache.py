@@ -13,7 +13,7 @@ from saccade.call import needs_gradient
 from saccade.call.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
 from saccade.layouts import CacheSlots, Paged
 from saccade.ops import autograd, replay, vmap
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.util import arguments, memory_layout
 
 ops.library.define(
@@ -125,9 +125,9 @@ def append_kv(
     known = _known(k_cache, v_cache, layout, k_new, v_new, slot_mapping, positions, q, rotary, interleaved, descale)
     if known is not None and (results := known.again()) is not None:
         return results[0]
-    places = _places(layout, slot_mapping, positions, rotary)
-    _check(k_cache, v_cache, places, k_new, v_new, q)
-    found = _factors(descale, places, k_cache, k_new)
+    slots = _slots(layout, slot_mapping, positions, rotary)
+    _check(k_cache, v_cache, slots, k_new, v_new, q)
+    found = _factors(descale, slots, k_cache, k_new)
     if rotary is not None:
         check_rotary(rotary, k_new)
         if k_new.dtype in EIGHT_BITS:
@@ -140,7 +140,7 @@ def append_kv(
     arguments.flags(interleaved=interleaved)
     k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
-    flat = k_cache, v_cache, k_new, v_new, q, places.tensors, places.text, tables, bool(interleaved), *found.each[1:]
+    flat = k_cache, v_cache, k_new, v_new, q, slots.tensors, slots.text, tables, bool(interleaved), *found.each[1:]
     direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *tables, *found.each[1:])
     rotated = _append(*flat, known=known) if direct else torch.ops.saccade.append_kv(*flat)
     return None if q is None else rotated
@@ -149,7 +149,7 @@ def append_kv(
 def _known(
     k_cache: Any, v_cache: Any, layout: Any, k_new: Any, v_new: Any, slots: Any, positions: Any, q: Any, rotary: Any,
     interleaved: Any, descale: Any,
-) -> Found | None:  # fmt: skip
+) -> CallKey | None:  # fmt: skip
     """The call by its arguments, if it has a key."""
     kinds = (rotary, tuple), (layout, Paged), (descale, Descale)
     if type(interleaved) is not bool or not all(x is None or isinstance(x, kind) for x, kind in kinds):
@@ -157,11 +157,11 @@ def _known(
     if descale is not None and (descale.q is not None or descale.shift is not None):
         return None
     factors = () if descale is None else (descale.k, descale.v)
-    places = () if layout is None else layout.tensors
+    indices = () if layout is None else layout.tensors
     optional = q, slots, positions, *factors
     given = [x for x in optional if x is not None]
     static = layout and (layout.text, layout.ints), rotary and len(rotary), interleaved, *(x is None for x in optional)
-    tensors = k_new, v_new, *given, *(rotary or ()), *places, k_cache, v_cache
+    tensors = k_new, v_new, *given, *(rotary or ()), *indices, k_cache, v_cache
     return replay.of_tensors(("append_kv", *static), tensors, 2)
 
 
@@ -177,21 +177,21 @@ def _append(
     interleaved: bool,
     k_factor: Tensor | None = None,
     v_factor: Tensor | None = None,
-    known: Found | None = None,
+    known: CallKey | None = None,
 ) -> Tensor:
     _refuse_shared(k_cache, v_cache, {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q}))
     tensors = list(tensors)
-    places = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
-    assert isinstance(places, (Paged, CacheSlots))
+    slots = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
+    assert isinstance(slots, (Paged, CacheSlots))
     if k_cache.device.type == "cpu":
-        if isinstance(places, CacheSlots):
-            places.check_slots(*k_cache.shape[:2])
+        if isinstance(slots, CacheSlots):
+            slots.check_slots(*k_cache.shape[:2])
         else:
-            places.check_lengths(k_new.shape[0], k_cache.shape[1])
+            slots.check_lengths(k_new.shape[0], k_cache.shape[1])
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = backend_module(backend, "append")
     turns = Rotary(rotary[0], rotary[1], interleaved) if rotary else None
-    call = Append(k_cache, v_cache, k_new, v_new, places, turns, q, Factors(None, k_factor, v_factor))
+    call = Append(k_cache, v_cache, k_new, v_new, slots, turns, q, Factors(None, k_factor, v_factor))
     rotated = known.recorded(module, (), lambda: [module.append(call)])[0] if known else module.append(call)
     return k_new.new_empty(0) if rotated is None else rotated  # an operator's result is a tensor
 
@@ -237,7 +237,7 @@ _APART = (
 )
 
 
-def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged | CacheSlots:
+def _slots(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged | CacheSlots:
     """Where new rows belong."""
     if slot_mapping is None:
         if not isinstance(layout, Paged):
@@ -251,20 +251,22 @@ def _places(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Page
             )
         return layout
     if layout is not None:
-        raise ValueError(f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.told(slot_mapping)}")
+        raise ValueError(
+            f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.describe(slot_mapping)}"
+        )
     if rotary is not None and positions is None:
         raise ValueError("rotary with slot_mapping needs positions=…, since slots do not say where a row stands")
     return CacheSlots(slot_mapping, positions)
 
 
 def _check(
-    k_cache: Tensor, v_cache: Tensor, places: Paged | CacheSlots, k_new: Tensor, v_new: Tensor, q: Tensor | None
+    k_cache: Tensor, v_cache: Tensor, slots: Paged | CacheSlots, k_new: Tensor, v_new: Tensor, q: Tensor | None
 ) -> None:
     new = {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q})
     named = {"k_cache": k_cache, "v_cache": v_cache, **new}
     arguments.tensors(**named)
     if k_new.shape[-2:] == k_cache.shape[-2:]:
-        complaint = places.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
+        complaint = slots.shape_error(k_new.shape, k_cache.shape, v_cache.shape, "k_new")
     else:
         complaint = "k_new must have k_cache's heads and head dim"
     if not complaint and (k_new.shape[:-1] != v_new.shape[:-1] or v_new.shape[-1] != v_cache.shape[-1]):
@@ -282,7 +284,7 @@ def _check(
             f"caches and new rows must share one dtype, got {', '.join(str(x.dtype) for x in tensors)}; caches of "
             "float8_e4m3fn or float8_e5m2 take rows of float16, bfloat16 or float32 as well"
         )
-    if len(devices := {x.device for x in (*tensors, *places.tensors)}) > 1:
+    if len(devices := {x.device for x in (*tensors, *slots.tensors)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1 and x.shape[-1] != 1:
@@ -295,12 +297,12 @@ def _refuse_shared(k_cache: Tensor, v_cache: Tensor, new: dict[str, Tensor]) -> 
     memory_layout.refuse_shared("v_cache", v_cache, new.items())
 
 
-def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:
+def _factors(descale: Any, slots: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:
     """What the bytes of new rows are to be multiplied by."""
     if descale is None:
         return Factors()
     if not isinstance(descale, Descale):
-        raise TypeError(f"descale must be a Descale(k=…, v=…), got {arguments.told(descale)}")
+        raise TypeError(f"descale must be a Descale(k=…, v=…), got {arguments.describe(descale)}")
     if k_cache.dtype not in EIGHT_BITS or k_new.dtype in EIGHT_BITS:
         got = f"caches of {k_cache.dtype} and rows of {k_new.dtype}, which are copied as they are"
         raise ValueError(f"descale is for 8-bit caches that take wider rows, got {got}")
@@ -311,14 +313,14 @@ def _factors(descale: Any, places: Paged | CacheSlots, k_cache: Tensor, k_new: T
     for name, x in tensors.items():
         if x.device != k_cache.device:
             raise ValueError(f"the descale of {name} must be on k_cache's device {k_cache.device}, got {x.device}")
-        if isinstance(places, CacheSlots) and x.dim() > 1:
+        if isinstance(slots, CacheSlots) and x.dim() > 1:
             raise ValueError(
                 f"with slot_mapping the descale of {name} must be a number, () or (h_k,) = ({k_cache.shape[-2]},), "
                 f"since slots do not say whose a row is, got {tuple(x.shape)}"
             )
     h_k, page_size = k_cache.shape[-2], k_cache.shape[1]
-    of_slots = isinstance(places, CacheSlots)
-    shape = (1, h_k, 0, 0) if of_slots else (places.sequences, h_k, 0, places.capacity(page_size))
+    of_slots = isinstance(slots, CacheSlots)
+    shape = (1, h_k, 0, 0) if of_slots else (slots.sequences, h_k, 0, slots.capacity(page_size))
     return factors(descale, k_cache.device, False, shape)
 
 
@@ -328,7 +330,7 @@ def check_rotary(rotary: Any, k_new: Tensor) -> None:
         TypeError, ValueError: no tables of angles for these rows.
     """
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-        raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.told(rotary)}")
+        raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.describe(rotary)}")
     cos, sin = rotary
     arguments.tensors(cos=cos, sin=sin)
     if cos.device != k_new.device or sin.device != k_new.device:

@@ -20,7 +20,7 @@ from saccade.layouts import empty_like_rows
 from saccade.ops import autograd, execution, flops, replay, vmap
 from saccade.ops.autograd import refuse_gradients
 from saccade.ops.execution import execute
-from saccade.ops.replay import Found
+from saccade.ops.replay import CallKey
 from saccade.util import arguments
 from saccade.util.imports import after_import
 
@@ -50,7 +50,7 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
     library.impl(name, with_lists, key)
 
 
-def run(call: Call, backend: str, lse: bool, found: Found | None = None) -> Outputs:
+def run(call: Call, backend: str, lse: bool, found: CallKey | None = None) -> Outputs:
     """The results in the layout's order, directly or by the operator. Those that nobody asked for are None or empty.
 
     Args:
@@ -68,7 +68,7 @@ def gradients(
     return operator("backward", flat)(dout, dlse, out, lse, *flat, [])[:3]
 
 
-def run_directly(call: Call, backend: str, lse: bool, found: Found | None = None) -> Outputs | None:
+def run_directly(call: Call, backend: str, lse: bool, found: CallKey | None = None) -> Outputs | None:
     """The same past the dispatcher, where nothing could tell: plain tensors whose memory is their values, and no mode
     or transform that would watch. None elsewhere.
 
@@ -88,7 +88,7 @@ def run_directly(call: Call, backend: str, lse: bool, found: Found | None = None
     return autograd.eager(call, backend, partial(execute, call, backend, True, found), found)
 
 
-def replayed(found: Found) -> Outputs | None:
+def replayed(found: CallKey) -> Outputs | None:
     """What an earlier call of this key did, done again; None where the call takes the long way."""
     if found.needs_gradient:
         return autograd.replayed(found)

@@ -114,7 +114,7 @@ def quantize(
     _check(q, k, v, layout)
     _check_options(per, dtype, v_order, {"smooth_k": smooth_k, "rotate": rotate})
     direct = ops.runs_directly(q, k, v)
-    rows_q, rows_k = _places(q, k, layout)
+    rows_q, rows_k = _row_spans(q, k, layout)
     keys = layout.canonical(layouts.with_rows(k))
     mean = None
     if smooth_k:
@@ -123,7 +123,7 @@ def quantize(
         flat = keys, rows_k.starts, rows_k.used, bool(rotate), rows_k.validate
         mean = _mean_of_keys(*flat) if direct else torch.ops.saccade.mean_of_keys.default(*flat)
 
-    def made(x: Tensor, at: _Places, mean: Tensor | None, turned: bool, keys_first: bool) -> tuple[Tensor, ...]:
+    def made(x: Tensor, at: _RowSpans, mean: Tensor | None, turned: bool, keys_first: bool) -> tuple[Tensor, ...]:
         rows = layout.canonical(layouts.with_rows(x))
         options = (
             mean,
@@ -147,7 +147,7 @@ def quantize(
     return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v, shift), shift)
 
 
-class _Places(NamedTuple):
+class _RowSpans(NamedTuple):
     """Where the rows of q, or of k and v, are."""
 
     side: str
@@ -158,14 +158,14 @@ class _Places(NamedTuple):
     validate: bool
 
 
-def _places(q: Tensor | None, k: Tensor, layout: Layout) -> tuple[_Places, _Places]:
+def _row_spans(q: Tensor | None, k: Tensor, layout: Layout) -> tuple[_RowSpans, _RowSpans]:
     sizes = layout.sizes(k if q is None else q, k)
     by_side = (
         ("q", layout.cu_seqlens_q, layout.seqused_q, sizes.s_q),
         ("k", layout.cu_seqlens_k, layout.seqused_k, sizes.s_k),
     )
     validate = bool(layout.validate)
-    found = [_Places(side, starts, used, -(-s // BLOCK), validate) for side, starts, used, s in by_side]
+    found = [_RowSpans(side, starts, used, -(-s // BLOCK), validate) for side, starts, used, s in by_side]
     return found[0], found[1]
 
 
@@ -173,7 +173,7 @@ def _check(q: Tensor | None, k: Tensor, v: Tensor, layout: Any) -> None:
     named = ({} if q is None else {"q": q}) | {"k": k, "v": v}
     arguments.tensors(**named)
     if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a Dense or a Packed layout, got {arguments.told(layout)}")
+        raise TypeError(f"layout must be a Dense or a Packed layout, got {arguments.describe(layout)}")
     if isinstance(layout, Paged):
         raise ValueError(
             f"quantize takes no pages, got {layout!r}: quantize the new rows, as Dense('bshd') or Packed, before "
@@ -209,8 +209,8 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
 def _check_options(per: Any, dtype: Any, v_order: Any, flags: dict[str, Any]) -> None:
     for name, x, known in (("per", per, PER), ("dtype", dtype, EIGHT_BITS), ("v_order", v_order, ORDERS)):
         if x not in known:
-            told = x if isinstance(x, torch.dtype) else arguments.told(x)
-            raise ValueError(f"{name} must be {' or '.join(map(_quoted, known))}, got {told}")
+            got = x if isinstance(x, torch.dtype) else arguments.describe(x)
+            raise ValueError(f"{name} must be {' or '.join(map(_quoted, known))}, got {got}")
     arguments.flags(**flags)
 
 

@@ -5,8 +5,8 @@ loop. **A key holds all that the host reads but addresses; a call of which no ke
 first.** So a call whose key is known has passed its checks, and its kernels, grids and sizes are known.
 
 Keys are made of what a caller passes, without a Call: `of_arguments` of those of `attention`, `of_operator` of those of
-a registered operator. A score function is in a key as its recording, **while the proof of that recording holds in this
-call**; tensors and numbers that it captures are read anew. Its address is a guess at that recording, whose proof
+a registered operator. A score function is in a key as its trace, **while the guards of that trace hold in this
+call**; tensors and numbers that it captures are read anew. Its address is a guess at that trace, whose guards
 decides as ever. The first call with a key is noted here, the second one is recorded by the backend
 (`backends/device/replay.py`), all later ones are replayed.
 """
@@ -83,7 +83,7 @@ def forget() -> None:
     dispatch.forget()
 
 
-class Found(NamedTuple):
+class CallKey(NamedTuple):
     """A call that has a key."""
 
     key: Hashable
@@ -104,7 +104,7 @@ class Found(NamedTuple):
         found = self.drawn() if self.dropout_p else self  # which holds the state until the launches are asked for
         return found.replay(found.addresses)
 
-    def drawn(self) -> Found:
+    def drawn(self) -> CallKey:
         """The call with the state of dropout, drawn now."""
         state = cast(Dropout, Dropout.draw(self.dropout_p, self.operands[0].device)).state
         return self._replace(operands=(*self.operands, state), addresses=[*self.addresses, state.data_ptr()])
@@ -145,7 +145,7 @@ class Found(NamedTuple):
 
 def _find(
     static: Hashable, tensors: Sequence[Tensor], written: int = 0, needs_gradient: bool = False, dropout_p: float = 0.0
-) -> Found | None:
+) -> CallKey | None:
     """The call of these tensors, of classes in PLAIN, and of all else that the host reads; None of tensors that are not
     plainly memory. In the path of every small call.
 
@@ -157,7 +157,7 @@ def _find(
         return None
     try:
         addresses = [*map(_address, tensors)]
-        lie = *map(_form, tensors), *map(_strides, tensors)
+        memory = *map(_form, tensors), *map(_strides, tensors)
     except RuntimeError:  # tensors without memory, or of no strides
         return None
     if not all(addresses):
@@ -165,8 +165,8 @@ def _find(
     low, same = reduce(or_, addresses) % ALIGNMENT, len({*addresses}) != len(addresses)
     rests = low and tuple([address % ALIGNMENT for address in addresses])
     of_one = same and tuple(map(addresses.index, addresses))
-    key = static, lie, rests, of_one, written and _distances(tensors, addresses, written)
-    return Found(key, tensors, addresses, _replays.get(key), needs_gradient, dropout_p)
+    key = static, memory, rests, of_one, written and _distances(tensors, addresses, written)
+    return CallKey(key, tensors, addresses, _replays.get(key), needs_gradient, dropout_p)
 
 
 def _distances(tensors: Sequence[Tensor], addresses: Sequence[int], written: int) -> Hashable:
@@ -205,7 +205,7 @@ def of_arguments(
     backend: Any,
     out: Any,
     descale: Any,
-) -> Found | None:
+) -> CallKey | None:
     """A call by its arguments; None of one that takes the long way.
 
     Args:
@@ -285,14 +285,14 @@ def _of_mask(mask: Any) -> _Part | None:
         return _Part("tensor", (mask,))
     try:
         mask = mask if isinstance(mask, Mask) else as_mask(mask)
-        bound = mask.bound() if mask.listed else mask
+        bound = mask.bound() if mask.block_sparse else mask
     except (TypeError, ValueError):
         return None
     if isinstance(bound, Blocked):
         return None
     forms = tuple([leaf.form for leaf in bound.leaves() if isinstance(leaf, MaskMod)])
-    part = _Part((bound.identity, bound.lower, bound.numbers, forms), bound.tensors)
-    if not mask.listed:
+    part = _Part((bound.identity, bound.has_lower_bound, bound.numbers, forms), bound.tensors)
+    if not mask.block_sparse:
         mask.__dict__[_PART] = part
     return part
 
@@ -301,34 +301,34 @@ _PART = "part_of_a_key"
 
 
 class _Guess(NamedTuple):
-    """The recording of an earlier call with a function at this address. It is this call's too where its proof holds,
+    """The trace of an earlier call with a function at this address. It is this call's too where its guards hold,
     which decides what the function is."""
 
     inputs: Callable[[Any], Any]
-    recording: Hashable
+    trace: Hashable
 
 
 def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
-    """None of a function without a proof."""
+    """None of a function without guards."""
     if type(score_mod) is Softcap:
         return _Part(struct.pack("d", score_mod.cap), ())
     at = id(score_mod), torch.is_grad_enabled(), torch.get_default_dtype(), q.device, q.dtype
     guess = _guesses.get(at)
     if guess is not None and (now := guess.inputs(score_mod)) is not None:
-        return _Part(guess.recording, now[0])
-    if (found := scores.proven(score_mod, q)) is None:
+        return _Part(guess.trace, now[0])
+    if (found := scores.guarded(score_mod, q)) is None:
         return None
-    recording, captures, numbers, inputs = found
-    recording = recording, _bits(*numbers)
+    trace, captures, numbers, inputs = found
+    trace = trace, _bits(*numbers)
     if inputs is not None:
-        _guesses.put(at, _Guess(inputs, recording))
-    return _Part(recording, captures)
+        _guesses.put(at, _Guess(inputs, trace))
+    return _Part(trace, captures)
 
 
 # Calls of the operators, as compiled models make them, and of backwards.
 
 
-def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tensor | None = None) -> Found | None:
+def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tensor | None = None) -> CallKey | None:
     """A call of an operator by its `flatten`ed arguments.
 
     Args:
@@ -346,7 +346,7 @@ def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tenso
     return _find(key, operands) if out is None else _find((*key, "out"), (*operands, out), 1)
 
 
-def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool]) -> Found | None:
+def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence[bool]) -> CallKey | None:
     """A backward, of dout, dlse, out and lse."""
     if on_host(given[0]):
         return None
@@ -356,7 +356,7 @@ def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence
 
 def of_saved(
     given: Sequence[Any], tensors: Sequence[Tensor | None], tail: Hashable | None, wanted: Sequence[bool]
-) -> Found | None:
+) -> CallKey | None:
     """The same by what autograd saves of a call: its tensors, and its `tail_of`."""
     if tail is None or watched():
         return None
@@ -379,14 +379,14 @@ def _is_read(header: str) -> bool:
     return "validate" in header or " numbers" in header or f" {Blocked.MARK}" in header
 
 
-def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> Found | None:
+def of_tensors(static: Hashable, tensors: Sequence[Any], written: int = 0) -> CallKey | None:
     """A call of another function, which has no gradients and writes to the last tensors."""
     if watched() or not PLAIN.issuperset(map(type, tensors)) or on_host(tensors[-1]):  # torch.compile follows this
         return None
     return None if needs_gradient(*tensors) else _find(static, tensors, written)
 
 
-def of_call(call: Call, backend: str, lse: bool) -> Found | None:
+def of_call(call: Call, backend: str, lse: bool) -> CallKey | None:
     """A Call that was not found by its arguments."""
     if call.given is None:
         return None

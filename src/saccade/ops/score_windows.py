@@ -19,7 +19,7 @@ from saccade.masks import UNBOUNDED, And, Blocked, Documents, Mask, Or, Prefix, 
 from saccade.scores import Score, Traced
 from saccade.scores.codegen.program import Program, cache, constant_of
 from saccade.scores.codegen.ranges import LONGEST, spread
-from saccade.scores.recording.trace import name_of, shallow
+from saccade.scores.tracing.lowering import name_of, shallow
 from saccade.util.caches import BoundedCache
 
 # Scores that mask keys by their distance: `where(q_idx >= kv_idx, rest, -inf)` is a window, and a rest.
@@ -203,9 +203,9 @@ class _Analysis:
         if isinstance(x, fx.Node):
             if x.meta["kind"] != "number":
                 return None
-            x, place = self._number(x)
+            x, number_index = self._number(x)
             if x is None:
-                return place
+                return number_index
         return float(x) if isinstance(x, (int, float)) and x <= MASKED else None
 
     # Conditions
@@ -258,16 +258,16 @@ class _Analysis:
 
     def _sum(self, x: Any) -> _Affine | None:
         if isinstance(x, fx.Node) and x.meta["kind"] == "number":
-            x, place = self._number(x)
-            if place is not None:
-                return _Affine(0, 0, 0, ((place, 1),))  # a float if it is whole: see `band`
+            x, number_index = self._number(x)
+            if number_index is not None:
+                return _Affine(0, 0, 0, ((number_index, 1),))  # a float if it is whole: see `band`
         if isinstance(x, (int, float)) and not isinstance(x, bool):
             return _Affine(0, 0, int(x)) if math.isfinite(x) and int(x) == x else None
         if not isinstance(x, fx.Node) or x.meta["kind"] != "tile" or x.meta["val"].dtype == torch.bool:
             return None
         if x.op == "placeholder":
-            place = list(self.raw.module.graph.find_nodes(op="placeholder")).index(x)
-            return {3: _Affine(1, 0, 0), 4: _Affine(0, 1, 0)}.get(place)
+            number_index = list(self.raw.module.graph.find_nodes(op="placeholder")).index(x)
+            return {3: _Affine(1, 0, 0), 4: _Affine(0, 1, 0)}.get(number_index)
         name = name_of(x)
         if name not in ("add", "sub", "rsub", "neg", "_to_copy", *_SAME) or x.kwargs.get("alpha", 1) != 1:
             return None

@@ -179,12 +179,12 @@ def _positions_of_rows(call: Call, sequence: Tensor | None) -> Tensor:
     starts = layout.cu_seqlens_q
     if starts is None or sequence is None:
         first = layout.seqused_k[:, None] - s_q if positions is None else positions.q
-        p = first if positions is not None and positions.by_row else first + row
+        p = first if positions is not None and positions.per_row else first + row
         assert isinstance(p, Tensor)
         return p.expand(layout.sequences, s_q).reshape(1, -1)
     if positions is None:
         return (layout.seqused_k - starts[1:])[sequence] + row
-    if positions.by_row and isinstance(positions.q, Tensor):
+    if positions.per_row and isinstance(positions.q, Tensor):
         return positions.q
     first = positions.q[:, 0] if isinstance(positions.q, Tensor) else positions.q
     return (first - starts[:-1])[sequence] + row

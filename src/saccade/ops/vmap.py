@@ -170,11 +170,11 @@ def _folded(call: Call, flat: Sequence[Any], dims: Sequence[Any], fold: Fold, at
     return call.replace(given=(q, k, v, None), layout=replace(layout, **used))
 
 
-def _unfolded(results: Sequence[Tensor], places: Sequence[int], size: int, b: int) -> tuple[Any, Any]:
+def _unfolded(results: Sequence[Tensor], dims: Sequence[int], size: int, b: int) -> tuple[Any, Any]:
     """Results by example, with the dimension of these; what nobody asked for has none."""
     asked = [x.dim() > 1 for x in results]
-    unfolded = (x.unflatten(at, (size, b)) if yes else x for x, at, yes in zip(results, places, asked, strict=True))
-    return tuple(unfolded), tuple(at if yes else None for at, yes in zip(places, asked, strict=True))
+    unfolded = (x.unflatten(at, (size, b)) if yes else x for x, at, yes in zip(results, dims, asked, strict=True))
+    return tuple(unfolded), tuple(at if yes else None for at, yes in zip(dims, asked, strict=True))
 
 
 def one_by_one(operator: Any) -> Callable[..., tuple[Any, Any]]:

@@ -1,6 +1,6 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.bind import bind, captured, evaluated, from_tensors, is_kind, predicate, proven, recorded_predicate
+from saccade.scores.bind import bind, captured, evaluated, from_tensors, guarded, is_kind, predicate, traced_predicate
 from saccade.scores.callbacks.graph import Graph, data_type
 from saccade.scores.callbacks.score_callback import callback_clear, callback_info, callback_key, score_callback
 from saccade.scores.capture_checks import Sizes, complaint, short
@@ -19,13 +19,13 @@ from saccade.scores.library import (
     t5_buckets,
     temperature,
 )
-from saccade.scores.recording.tape import Refused
 from saccade.scores.score_mod import Score, ScoreMod, Traced, name_of
+from saccade.scores.tracing.tape import Refused
 
 __all__ = [
     "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced", "alibi",
     "bias", "bind", "cache_clear", "cache_info", "callback_clear", "callback_info", "callback_key", "captured",
-    "complaint", "compose", "data_type", "evaluated", "from_tensors", "is_kind", "name_of", "predicate", "program_of",
-    "proven", "read_programs", "recorded_predicate", "relative_bias", "score_callback", "short", "softcap", "t5_bias",
-    "t5_buckets", "temperature", "written_programs",
+    "complaint", "compose", "data_type", "evaluated", "from_tensors", "guarded", "is_kind", "name_of", "predicate",
+    "program_of", "read_programs", "relative_bias", "score_callback", "short", "softcap", "t5_bias", "t5_buckets",
+    "temperature", "traced_predicate", "written_programs",
 ]  # fmt: skip

@@ -14,9 +14,6 @@ from saccade.scores.callbacks.score_callback import CallbackMod, callbacks_of
 from saccade.scores.codegen.program import Program, cache, pinned
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.library import KINDS, Ready, Softcap
-from saccade.scores.recording.proof import find_recording, find_sure, put_recording
-from saccade.scores.recording.recorder import record
-from saccade.scores.recording.tape import broadcast_shape
 from saccade.scores.score_mod import (
     Function,
     Predicate,
@@ -27,6 +24,9 @@ from saccade.scores.score_mod import (
     name_of,
     one_by_one,
 )
+from saccade.scores.tracing.guards import find_trace, find_trusted, put_trace
+from saccade.scores.tracing.tape import broadcast_shape
+from saccade.scores.tracing.trace import trace_function
 
 _form = attrgetter("shape", "dtype", "device")
 
@@ -73,7 +73,7 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     fn = WithDerivative(score_mod) if isinstance(score_mod, ScoreMod) and own else score_mod
     name = score_mod.kind if isinstance(score_mod, Ready) and score_mod.kind else f"score({name_of(score_mod)})"
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    program, tensors, numbers, rows = _recorded(score_mod, fn, (dtype, q.device, name), q.device, 1 + own)
+    program, tensors, numbers, rows = _traced(score_mod, fn, (dtype, q.device, name), q.device, 1 + own)
     score = Traced(program, tensors, numbers, score_mod, rows)
     if torch.compiler.is_compiling():  # torch.export, whose graph names the Program, and does not keep it alive
         pinned[program.identity] = program
@@ -83,23 +83,23 @@ def _bind(score_mod: Function, q: Tensor) -> Traced:
     return score
 
 
-def _recorded(
+def _traced(
     fn: Any, run: Function, settings: tuple[Any, ...], device: torch.device | None, outputs: int = 1
 ) -> tuple[Program, list[Tensor], list[Any], bool]:
     """A function's Program, its tensors and numbers, and whether it reads rows. `run` is recorded for the function,
-    unless a proof says that the recording would be the same. `settings` start with the dtype, device and name."""
-    proven = find_recording(fn, settings)
-    now = proven.inputs(fn) if proven is not None and proven.sure else None
-    if proven is not None and now is not None:
-        program, rows = proven.program, proven.rows
+    unless guards say that the trace would be the same. `settings` start with the dtype, device and name."""
+    guarded = find_trace(fn, settings)
+    now = guarded.inputs(fn) if guarded is not None and guarded.trusted else None
+    if guarded is not None and now is not None:
+        program, rows = guarded.program, guarded.rows
         tensors, numbers = now
     else:
-        dtype, place, name, *_ = settings
-        recording = record(run, dtype, place, outputs)
-        program, tape = cache.program(recording, name), recording.tape
-        if isinstance(fn, CallbackMod) and program.recorded is None:
-            program.recorded = callbacks_of(fn, program, tape)
-        put_recording(fn, settings, recording, program, proven)
+        dtype, traced_on, name, *_ = settings
+        trace = trace_function(run, dtype, traced_on, outputs)
+        program, tape = cache.program(trace, name), trace.tape
+        if isinstance(fn, CallbackMod) and program.callbacks is None:
+            program.callbacks = callbacks_of(fn, program, tape)
+        put_trace(fn, settings, trace, program, guarded)
         tensors, numbers, rows = tape.tensors, tape.numbers, tape.rows
     return program, *_values(program, tensors, numbers, device), rows
 
@@ -114,11 +114,11 @@ def _values(
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
-class Proven(NamedTuple):
-    """A function whose recording a proof says to be the same."""
+class GuardedScore(NamedTuple):
+    """A function whose trace its guards say to be the same."""
 
-    recording: Hashable
-    """what stands for it, for the forms of its tensors and for the numbers that the proof compares"""
+    trace: Hashable
+    """what stands for it, for the forms of its tensors and for the numbers that the guards compare"""
     tensors: list[Tensor]
     numbers: list[Any]
     """the other ones that its Score has now"""
@@ -126,26 +126,26 @@ class Proven(NamedTuple):
     """(function) -> in the first place its tensors, while nothing else may differ; None where that is not known"""
 
 
-def proven(score_mod: Any, q: Tensor) -> Proven | None:
-    """What a call with a function has without binding it; None where it has to. A Score has no recording."""
+def guarded(score_mod: Any, q: Tensor) -> GuardedScore | None:
+    """What a call with a function has without binding it; None where it has to. A Score has no trace."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if (found := find_sure(score_mod, dtype, q.device)) is None or not found[0].program.checked:
+    if (found := find_trusted(score_mod, dtype, q.device)) is None or not found[0].program.checked:
         return None
-    recording, (tensors, numbers) = found
-    if recording.whole and not recording.counts:
-        return Proven(recording.proof, tensors, [], recording.inputs)
-    if recording.whole:
+    trace, (tensors, numbers) = found
+    if trace.whole and not trace.counts:
+        return GuardedScore(trace.guards, tensors, [], trace.inputs)
+    if trace.whole:
         check_numbers(numbers, dtype)
-        return Proven(recording.proof, tensors, numbers, None)
-    tensors, numbers = _values(recording.program, tensors, numbers, q.device)
-    return Proven((recording.proof, *map(_form, tensors)), tensors, numbers, None)
+        return GuardedScore(trace.guards, tensors, numbers, None)
+    tensors, numbers = _values(trace.program, tensors, numbers, q.device)
+    return GuardedScore((trace.guards, *map(_form, tensors)), tensors, numbers, None)
 
 
 def captured(score_mod: Any) -> list[Tensor]:
     """The leaves of autograd's graph that a function's captured tensors come from."""
     if score_mod is None or isinstance(score_mod, Score):
         return []
-    tensors = record(score_mod, torch.float32, torch.device("cpu")).tape.tensors
+    tensors = trace_function(score_mod, torch.float32, torch.device("cpu")).tape.tensors
     leaves = {id(x): x for x in tensors if x.requires_grad and x.grad_fn is None}
     nodes = [x.grad_fn for x in tensors if x.grad_fn is not None]
     met = set()
@@ -170,19 +170,19 @@ def predicate(fn: Function, name: str | None = None) -> Any:
         from saccade.scores import bind_compiled
 
         return bind_compiled.bind_predicate(fn, name)
-    return recorded_predicate(fn, name)
+    return traced_predicate(fn, name)
 
 
-def recorded_predicate(fn: Function, name: str | None = None) -> Traced:
+def traced_predicate(fn: Function, name: str | None = None) -> Traced:
     """`predicate` of a function that exists outside of compiled regions, also while something else compiles."""
     settings = torch.float32, torch.device("cpu"), name or name_of(fn), "predicate"
-    program, tensors, numbers, _ = _recorded(fn, Predicate(fn), settings, None)
+    program, tensors, numbers, _ = _traced(fn, Predicate(fn), settings, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 
 def evaluated(fn: Function, *at: Tensor) -> Tensor:
     """What a predicate returns when it runs itself: a bool tensor of the shape of all four indices."""
-    if record(Predicate(fn), torch.float32, at[0].device).tape.rows:
+    if trace_function(Predicate(fn), torch.float32, at[0].device).tape.rows:
         score = torch.zeros(broadcast_shape(*(x.shape for x in at)), device=at[0].device)
         if not score.numel():  # over which torch.vmap maps no function
             return score != 0
@@ -198,16 +198,16 @@ def _on(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _picked(part: tuple[list[int], Any], captures: Sequence[Any]) -> list[Tensor]:
-    places, module = part
+    order, module = part
     if module is None:
-        return [captures[i] for i in places]
+        return [captures[i] for i in order]
     return list(module.forward(*(x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in captures)))
 
 
 def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Sequence[Any]) -> list[Any]:
-    places, module = part
+    order, module = part
     if module is None:
-        return [(*tensors, *lifted)[i] for i in places]
+        return [(*tensors, *lifted)[i] for i in order]
     wide = [torch.tensor(x, dtype=torch.int64 if isinstance(x, int) else torch.float64, device="cpu") for x in lifted]
     return [x.item() for x in module.forward(*tensors, *wide)]
 

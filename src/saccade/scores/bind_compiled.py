@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from saccade.scores.codegen.program import cache, pinned, program_of
-from saccade.scores.recording import dynamo
-from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
-from saccade.scores.recording.recorder import Recording, record
 from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
+from saccade.scores.tracing import dynamo
+from saccade.scores.tracing.trace import Trace, trace_function
+from saccade.util.compile_constant import callable_of, compile_constant, standing_for
 
 
 class CompiledScore(Score):
@@ -42,10 +42,10 @@ def bind(score_mod: Any, q: Tensor) -> Score:
         # A branch makes a constant of what a comparison of sizes does not.
         ones = [tuple([True if n == 1 else False for n in x.shape]) for x in score_mod.tensors]  # noqa: SIM210
         forms = tuple([(x.dtype, form) for x, form in zip(score_mod.tensors, ones, strict=True)])
-        plan, numbers = _plan_of_recordings(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
+        plan, numbers = _plan_of_traces(standing_for(score_mod.fn), standing_for(score_mod.bprop), forms, dtype)
         tensors = list(score_mod.tensors)
     else:
-        tape, outputs = dynamo.record(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
+        tape, outputs = dynamo.trace_function(WithDerivative(score_mod) if own else score_mod, dtype, q.device, 1 + own)
         name = kind or f"score({name_of(score_mod)})"
         plan = _plan(name, tuple(tape.steps), outputs, tuple(tape.forms), dtype)
         tensors, numbers = tape.tensors, tape.numbers
@@ -53,7 +53,7 @@ def bind(score_mod: Any, q: Tensor) -> Score:
 
 
 def bind_predicate(fn: Function, name: str | None) -> CompiledScore:
-    tape, outputs = dynamo.record(Predicate(fn), torch.float32, torch.device("cpu"), 1)
+    tape, outputs = dynamo.trace_function(Predicate(fn), torch.float32, torch.device("cpu"), 1)
     plan = _plan(name or name_of(fn), tuple(tape.steps), outputs, tuple(tape.forms), torch.float32)
     return CompiledScore(*_inputs(plan, [x.detach() for x in tape.tensors], tape.numbers), fn)
 
@@ -74,31 +74,33 @@ def _inputs(plan: Any, tensors: list[Tensor], numbers: list[Any]) -> tuple[str, 
 
 @compile_constant
 def _plan(name: str, steps: Any, outputs: Any, forms: Any, dtype: torch.dtype) -> Any:
-    return _pinned(name, Recording(dynamo.stand_in_tape(steps, forms, dtype), outputs, None, {}))
+    return _pinned(name, Trace(dynamo.stand_in_tape(steps, forms, dtype), outputs, None, {}))
 
 
 @compile_constant
-def _plan_of_recordings(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> Any:
-    """Of callbacks' recordings, which are constants themselves."""
+def _plan_of_traces(fn: Any, bprop: Any, forms: Any, dtype: torch.dtype) -> Any:
+    """Of callbacks' traces, which are constants themselves."""
     tensors = (
         torch.zeros((), dtype=kind, device="cpu").expand([1 if one else 11 for one in ones]) for kind, ones in forms
     )
     mod = ScoreMod(callable_of(fn), *tensors, bprop=callable_of(bprop))
     own = mod.bprop is not None
-    recording = record(WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False)
-    identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", recording)
-    order = [next(i for i, x in enumerate(mod.tensors) if x is tensor) for tensor in recording.tape.tensors]
+    trace = trace_function(
+        WithDerivative(mod) if own else mod, dtype, torch.device("cpu"), 1 + own, reads_numbers=False
+    )
+    identity, wanted, numbers, integral = _pinned(f"score({name_of(mod.fn)})", trace)
+    order = [next(i for i, x in enumerate(mod.tensors) if x is tensor) for tensor in trace.tape.tensors]
     wanted = None if wanted is None else tuple(order[i] for i in wanted)
     # Numbers are counted after the tensors, of which there may be more.
     more = len(mod.tensors) - len(order)
     numbers = None if numbers is None else tuple(i + more for i in numbers)
-    return (identity, wanted, numbers, integral), tuple(recording.tape.numbers)
+    return (identity, wanted, numbers, integral), tuple(trace.tape.numbers)
 
 
-def _pinned(name: str, recording: Recording) -> Any:
+def _pinned(name: str, trace: Trace) -> Any:
     """What a graph is made of: the Program's identity, and which tensors and numbers of a tape it takes. Compiled
     graphs name Programs, and keep none alive."""
-    program = cache.program(recording, name)
+    program = cache.program(trace, name)
     pinned[program.identity] = program
     before, numbers = program.before, program.numbers
     return (

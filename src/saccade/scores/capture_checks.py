@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import program_of
 from saccade.scores.library import Ready
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.tape import TILE
+from saccade.scores.tracing.tape import TILE
+from saccade.util.compile_constant import compile_constant
 
 
 class Sizes(NamedTuple):
@@ -76,7 +76,7 @@ def _direct(identity: str) -> list[tuple[int, int, str]]:
     if "direct" not in program.emitted:
         program.emitted["direct"] = [
             (tensor, dim, str(x.target))
-            for tensor, at in zip(program.read_tensors, program._places, strict=True)
+            for tensor, at in zip(program.read_tensors, program.read_indices, strict=True)
             for dim, x in enumerate(at)
             if isinstance(x, fx.Node) and x.op == "placeholder" and x.target in TILE[1:]
         ]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.codegen.ranges import LONGEST
-from saccade.scores.recording.proof import PARTS
 from saccade.scores.score_mod import Function, Score, ScoreMod
+from saccade.scores.tracing.guards import PARTS
 from saccade.util import arguments
 
 
@@ -246,7 +246,7 @@ def bias(t: Tensor) -> ScoreMod:
     return Ready("bias", partial(_bias, rank=t.dim(), batch=batch, head=head, row=row, key=key), t)
 
 
-# Proofs (`recording.proof`) read no comprehension, no tuple among keywords, and no name of torch that is not called.
+# Guards (`tracing.guards`) read no comprehension, no tuple among keywords, and no name of torch that is not called.
 def _bias(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, t: Tensor,
     *, rank: int, batch: bool, head: bool, row: bool, key: bool,

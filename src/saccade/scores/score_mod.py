@@ -13,8 +13,8 @@ from torch import Tensor
 
 from saccade.scores.codegen.program import Program, program_of
 from saccade.scores.codegen.ranges import check_numbers
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.tape import broadcast_shape, refuse
+from saccade.scores.tracing.tape import broadcast_shape, refuse
+from saccade.util.compile_constant import compile_constant
 from saccade.util.memory_layout import ALIGNMENT, address
 
 Function = Callable[..., Tensor]
@@ -232,20 +232,20 @@ class Traced(Score):
         of: Callable[[Any], Any] | None = None,
     ) -> None:  # fmt: skip
         module, reads = self.program.locals([x is not None for x in sums])
-        for read, (local, places) in zip(reads, self._run(module, score, *at), strict=True):
+        for read, (local, at_indices) in zip(reads, self._run(module, score, *at), strict=True):
             target = sums[read.tensor]
             assert target is not None
             local = (gradient * (local if of is None else of(local))).to(target.dtype)
-            if not places or all(isinstance(x, int) for x in places):
+            if not at_indices or all(isinstance(x, int) for x in at_indices):
                 target += local.sum().view(target.shape)
                 continue
-            places = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in places]
-            shape = broadcast_shape(*(x.shape for x in places))
+            at_indices = [x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x in at_indices]
+            shape = broadcast_shape(*(x.shape for x in at_indices))
             shape = (1,) * (local.dim() - len(shape)) + shape
             # What the indices do not depend on is summed first: adding at places is what costs.
             if free := [i for i, n in enumerate(shape) if n == 1 and local.shape[i] != 1]:
                 local = local.sum(free, keepdim=True)
-            target.index_put_([x.expand(shape) for x in places], local, accumulate=True)
+            target.index_put_([x.expand(shape) for x in at_indices], local, accumulate=True)
 
     @property
     def units(self) -> tuple[int, ...]:

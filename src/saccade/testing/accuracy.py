@@ -142,7 +142,7 @@ def check(
         ways = exact, eager, part.terms(exact)
         for name, tally in tallies.items():
             if name in totals:  # sums over all batch rows, and of captured tensors over all heads
-                at = (slice(None), *_place_in_sum(name, part))
+                at = (slice(None), *_offset_in_sum(name, part))
                 totals[name][at] += torch.stack([way[name].double() ** (1 + (i == 2)) for i, way in enumerate(ways)])
                 continue
             of_rows = name in ("lse", "max_scores")
@@ -167,7 +167,7 @@ def check(
     return Report(str(chosen.spec), chosen.backend, ", ".join(words), ratios)
 
 
-def _place_in_sum(name: str, part: CallSlice) -> tuple[Any, ...]:
+def _offset_in_sum(name: str, part: CallSlice) -> tuple[Any, ...]:
     """Where a slice adds to a gradient that it shares with others."""
     if name == "dsink":
         return (part.rows_at[1],)
@@ -226,13 +226,13 @@ def _slices(call: CheckedCall, precision: Precision) -> Iterator[CallSlice]:
     call = call.canonical()
     h_k = call.k.shape[1]
     group = call.q.shape[1] // max(h_k, 1)
-    for place in call.places():
-        rows, keys = place.rows.stop - place.rows.start, place.keys.stop - place.keys.start
+    for sequence in call.sequence_slices():
+        rows, keys = sequence.rows.stop - sequence.rows.start, sequence.keys.stop - sequence.keys.start
         step = max(1, SCORES_AT_ONCE // max(1, group * rows * keys))
         for start in range(0, h_k, step):
             key_heads = slice(start, min(start + step, h_k))
             heads = slice(key_heads.start * group, key_heads.stop * group)
-            yield call.slice(place, heads, key_heads, precision, dropout)
+            yield call.slice(sequence, heads, key_heads, precision, dropout)
 
 
 COMMON = 1 / 4

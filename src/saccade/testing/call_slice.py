@@ -21,7 +21,7 @@ from saccade.backends import reference
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors, factors
 from saccade.call.dropout import Dropout
-from saccade.layouts import Dense, Layout, SequencePlace, dense_of
+from saccade.layouts import Dense, Layout, SequenceSlice, dense_of
 from saccade.masks import Extent, Mask, as_mask, of_rows
 
 Results = dict[str, Tensor]
@@ -126,21 +126,21 @@ class CheckedCall(NamedTuple):
         dlse = None if dlse is None else layout.canonical_lse(dlse)
         return CheckedCall(q, k, v, dout, dlse, self.keywords, self.descale)
 
-    def places(self) -> list[SequencePlace]:
+    def sequence_slices(self) -> list[SequenceSlice]:
         """Where each sequence of a canonical call is."""
-        return self.layout.places(self.q, self.k)
+        return self.layout.sequence_slices(self.q, self.k)
 
     def slice(
         self,
-        place: SequencePlace,
+        sequence: SequenceSlice,
         heads: slice,
         key_heads: slice,
         precision: Precision,
         dropout: Dropout | None = None,
     ) -> CallSlice:
         """One sequence and some heads of a canonical call."""
-        b, h, keywords = place.number, heads.start, self.keywords
-        rows_at, keys_at = (place.batch_q, heads, place.rows), (place.batch_k, key_heads, place.keys)
+        b, h, keywords = sequence.number, heads.start, self.keywords
+        rows_at, keys_at = (sequence.batch_q, heads, sequence.rows), (sequence.batch_k, key_heads, sequence.keys)
         sink, mask, out = keywords.get("sink"), as_mask(keywords.get("mask")), keywords.get("out")
         score = scores.bind(keywords.get("score_mod"), self.q)
         call = Call(
@@ -148,8 +148,8 @@ class CheckedCall(NamedTuple):
             k=self.k[keys_at],
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
-            layout=dense_of(self.layout, place, self.q.shape[2]),
-            mask=None if mask is None else ShiftedMask(of_rows(mask, place.rows), b, h),
+            layout=dense_of(self.layout, sequence, self.q.shape[2]),
+            mask=None if mask is None else ShiftedMask(of_rows(mask, sequence.rows), b, h),
             score=None if score is None else ShiftedScore(score, b, h),
             descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
             out=None if out is None else out.new_empty(0),

@@ -49,8 +49,8 @@ def _ranges(lengths: Tensor, tail: int, generator: torch.Generator) -> PackedSid
     longest = int(lengths.max()) if len(lengths) else 0
     t = longest + longest // 2
     starts = (torch.rand(len(lengths), generator=generator) * (t - lengths + 1)).long()
-    place = torch.arange(t + tail)[:, None]
-    unused = ~((place >= starts) & (place < starts + lengths)).any(1)
+    row = torch.arange(t + tail)[:, None]
+    unused = ~((row >= starts) & (row < starts + lengths)).any(1)
     return PackedSide(starts.int(), lengths.int(), unused, longest)
 
 
@@ -58,10 +58,10 @@ def _side(lengths: Tensor, ragged: bool, tail: int, generator: torch.Generator) 
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     used = (torch.rand(len(lengths), generator=generator) * (lengths + 1)).long() if ragged else None
     in_use = lengths if used is None else used
-    place = torch.arange(int(offsets[-1]) + tail)
-    b = torch.bucketize(place, offsets[1:], right=True)
+    row = torch.arange(int(offsets[-1]) + tail)
+    b = torch.bucketize(row, offsets[1:], right=True)
     inside = torch.cat([in_use, torch.zeros(1, dtype=torch.int64)])  # after the last sequence nothing is in use
-    unused = place - offsets[b] >= inside[b]
+    unused = row - offsets[b] >= inside[b]
     return PackedSide(
         offsets.int(), None if used is None else used.int(), unused, int(lengths.max()) if len(lengths) else 0
     )

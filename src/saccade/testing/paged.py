@@ -105,8 +105,8 @@ CACHES = {
 
 def stored(cache: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of k (pages, page_size, h_k, d) and v in memory of that form, NaN between them."""
-    places = empty(cache, k.shape[:3], k.shape[3], v.shape[3], k.new_empty(0))
-    return places[0].copy_(k), places[1].copy_(v)
+    caches = empty(cache, k.shape[:3], k.shape[3], v.shape[3], k.new_empty(0))
+    return caches[0].copy_(k), caches[1].copy_(v)
 
 
 def empty(cache: str, rows: tuple[int, ...], d: int, d_v: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,8 +128,8 @@ class PaddedSide:
         lengths = offsets.diff()
         used = (lengths if used is None else used).long()
         in_use = torch.arange(int(lengths.max()), device=used.device) < used[:, None]
-        row, place = in_use.nonzero(as_tuple=True)
-        return PaddedSide(used, in_use, offsets.long()[row] + place, total)
+        row, column = in_use.nonzero(as_tuple=True)
+        return PaddedSide(used, in_use, offsets.long()[row] + column, total)
 
     def padded(self, x: Tensor) -> Tensor:
         """(b, h, s, d) of (t, h, d), with zeros in the padding."""

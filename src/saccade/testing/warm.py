@@ -76,9 +76,9 @@ def case_of(spec: Spec, shape: TaskShape) -> Case:
     unknown += [word for word in ("offsets", "latent", "block_scales") if getattr(spec, word)]
     unknown += ["paged"] if spec.layout == "paged" else []
     if unknown or not spec.aligned:
-        told = ", ".join(unknown or ["rows that are not aligned"])
+        names = ", ".join(unknown or ["rows that are not aligned"])
         raise ValueError(
-            f"kernels of {told} depend on more than a spec says: run the call itself once, with TRITON_CACHE_DIR set "
+            f"kernels of {names} depend on more than a spec says: run the call itself once, with TRITON_CACHE_DIR set "
             "to the folder"
         )
     mask = re.sub(r"\w+", lambda word: _MASKS.get(word[0], word[0]), spec.mask)
@@ -163,13 +163,15 @@ def parts_of(spec: Spec) -> list[str]:
     return [*PARTS] if trains else [PARTS[0]]
 
 
-def move(folder: Path, place: str) -> None:
+def move(folder: Path, folder_name: str) -> None:
     """Makes a folder's lists of files name another place, where it will be. Triton writes absolute paths."""
     for file in folder.glob("*/__grp__*.json"):
-        listed = json.loads(file.read_text())
-        paths = listed["child_paths"]
-        listed["child_paths"] = {name: f"{place}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()}
-        file.write_text(json.dumps(listed))
+        group = json.loads(file.read_text())
+        paths = group["child_paths"]
+        group["child_paths"] = {
+            name: f"{folder_name}/{file.parent.name}/{Path(path).name}" for name, path in paths.items()
+        }
+        file.write_text(json.dumps(group))
 
 
 # Whether what a folder of kernels holds is whole: Triton itself asks only whether the files are there
@@ -199,8 +201,8 @@ def drop_broken(folder: Path) -> list[str]:
 def _broken_of(group: Path) -> Path | None:
     """The first file of a kernel's that is not whole, if any: in the group's own folder, as its list may name the place
     where that will be."""
-    listed = _json(group)
-    paths = listed.get("child_paths") if isinstance(listed, dict) else None
+    names_of_files = _json(group)
+    paths = names_of_files.get("child_paths") if isinstance(names_of_files, dict) else None
     if not isinstance(paths, dict) or not any(name.endswith(".json") for name in paths):
         return group
     files = (group.parent / name for name in paths)
@@ -240,8 +242,8 @@ def whole_elf(data: bytes) -> bool:
     return all(end <= len(data) for end in _ends(data, sections, section_count))
 
 
-def _ends(data: bytes, place: int, count: int) -> Iterator[int]:
+def _ends(data: bytes, folder_name: int, count: int) -> Iterator[int]:
     """Where each section ends."""
     for index in range(count):
-        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(data, place + index * _SECTION.size)
+        _, kind, _, _, offset, size, *_ = _SECTION.unpack_from(data, folder_name + index * _SECTION.size)
         yield 0 if kind == _EMPTY_SECTION else offset + size

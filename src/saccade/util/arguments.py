@@ -25,7 +25,7 @@ def tensors(**named: Any) -> None:
     """
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {told(x)}")
+            raise TypeError(f"{name} must be a tensor, got {describe(x)}")
 
 
 def operands(q: Any, k: Any, v: Any) -> None:
@@ -50,7 +50,7 @@ def flags(**named: Any) -> None:
         return
     for name, x in named.items():
         if not isinstance(x, _FLAGS) and type(x).__name__ not in ("bool", "bool_"):  # numpy's
-            raise TypeError(f"{name} must be True or False, got {told(x)}")
+            raise TypeError(f"{name} must be True or False, got {describe(x)}")
 
 
 def integer(name: str, x: Any, least: int | None = 0) -> int:
@@ -60,7 +60,7 @@ def integer(name: str, x: Any, least: int | None = 0) -> int:
         ValueError: one below the least.
     """
     if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
-        raise TypeError(f"{name} must be an integer, got {told(x)}")
+        raise TypeError(f"{name} must be an integer, got {describe(x)}")
     if type(x).__module__ == "numpy" and getattr(x, "ndim", 0):
         raise TypeError(f"{name} must be an integer, got a numpy array {x.shape}")
     if least is not None and x < least:
@@ -81,16 +81,16 @@ def number(name: str, x: Any, otherwise: str = "") -> float:
         except OverflowError:
             raise ValueError(f"{name} must be a number that a float holds, got one beyond 1.8e308") from None
     if isinstance(x, bool) or str(getattr(x, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError(f"{name} must be a number, got {told(x)}")
+        raise TypeError(f"{name} must be a number, got {describe(x)}")
     if isinstance(x, Tensor):
         if x.numel() != 1 or x.is_complex():
-            raise ValueError(f"{name} must be one number, got {told(x)}")
+            raise ValueError(f"{name} must be one number, got {describe(x)}")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require a gradient{otherwise}; or pass {name}.detach()")
         if x.is_meta:
             raise ValueError(f"{name} must be a number with a value, got a tensor on meta")
     elif isinstance(x, (str, bytes, complex)) or not hasattr(type(x), "__float__") or getattr(x, "size", 1) != 1:
-        raise TypeError(f"{name} must be a number, got {told(x)}")
+        raise TypeError(f"{name} must be a number, got {describe(x)}")
     return float(x)
 
 
@@ -107,7 +107,7 @@ def is_one_of(shape: Sequence[int], *shapes: Sequence[int]) -> bool:
     return any(len(x) == len(shape) and all(n == m for n, m in zip(shape, x, strict=True)) for x in shapes)
 
 
-def place(device: Any) -> torch.device | None:
+def device_of(device: Any) -> torch.device | None:
     """
     Raises:
         ValueError: no device of torch.
@@ -115,7 +115,7 @@ def place(device: Any) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as wrong:
-        raise ValueError(f"device must be one of torch's, such as 'cpu', got {told(device)}") from wrong
+        raise ValueError(f"device must be one of torch's, such as 'cpu', got {describe(device)}") from wrong
 
 
 def of_torch(name: str, x: Any) -> bool:
@@ -128,7 +128,7 @@ def has_dtensor(*xs: Any) -> bool:
     return not set(map(type, xs)) <= _PLAIN and any(of_torch("DTensor", x) for x in xs)
 
 
-def told(x: Any) -> str:
+def describe(x: Any) -> str:
     """What an error quotes."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"

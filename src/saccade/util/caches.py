@@ -20,7 +20,7 @@ from saccade.util.kept_memory import capturing, keep
 T = TypeVar("T")
 
 
-class lazily(Generic[T]):
+class cached_attribute(Generic[T]):
     """`functools.cached_property` without the lock that it has before Python 3.12: all objects share that lock, and a
     child that is forked while it is held waits for ever. Two threads may compute an attribute; both get the same value.
 
@@ -38,7 +38,7 @@ class lazily(Generic[T]):
         self.function, self.name, self.__doc__ = function, function.__name__, function.__doc__
 
     @overload
-    def __get__(self, owner: None, kind: Any = None) -> lazily[T]: ...
+    def __get__(self, owner: None, kind: Any = None) -> cached_attribute[T]: ...
 
     @overload
     def __get__(self, owner: object, kind: Any = None) -> T: ...
@@ -223,6 +223,6 @@ def versions(tensors: Iterable[Tensor]) -> Hashable | None:
     for x in tensors:
         if x.is_inference():
             return None
-        place = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
-        found.append((*place, x.dtype, x._version))
+        form = x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape), x.stride()
+        found.append((*form, x.dtype, x._version))
     return tuple(found)

@@ -18,7 +18,7 @@ from saccade.backends.reference import operands, probability
 from saccade.call import Call
 from saccade.ops.dispatch import BACKENDS, plan_of
 from saccade.scores import Graph, bind, data_type, score_callback
-from saccade.scores.callbacks.graph import CallbackRecording
+from saccade.scores.callbacks.graph import CallbackGraph
 from saccade.testing import check
 from saccade.testing.accuracy import ErrorTally
 from saccade.testing.callbacks import SoftcapCallback, added, case, one
@@ -158,10 +158,10 @@ def replayed(graph, derivative=True):
         for i, (*_, dtype) in enumerate(graph.inputs)
     ]
     replay = GraphReplay(graph, inputs, data_type)
-    forward = CallbackRecording.of("forward", replay.forward(recorder, recorder._input("score")), False)
+    forward = CallbackGraph.of("forward", replay.forward(recorder, recorder._input("score")), False)
     if not derivative or graph.backward is None:
         return forward, lambda gradient, *_: gradient
-    return forward, CallbackRecording.of("backward", replay.backward(recorder, recorder._input("gradient")), True)
+    return forward, CallbackGraph.of("backward", replay.backward(recorder, recorder._input("gradient")), True)
 
 
 def places(x):

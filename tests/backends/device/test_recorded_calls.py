@@ -35,7 +35,7 @@ from saccade import (
 )
 from saccade.backends import block_sparsity, triton
 from saccade.backends import hopper as gluon
-from saccade.backends.device.replay import Recorder
+from saccade.backends.device.replay import LaunchRecorder
 from saccade.backends.hopper.forward import config
 from saccade.layouts import Layout
 from saccade.util.caches import derived
@@ -45,16 +45,16 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[list[Recorder]]:
+def recorded(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[list[LaunchRecorder]]:
     """What recorders see in the backends' own functions. No kernel runs."""
-    recorders = list[Recorder]()
+    recorders = list[LaunchRecorder]()
     with emulated(processors=processors) as emulation, monkeypatch.context() as patch:
         patch.setattr(emulation, "launch", lambda *given: None)
         patch.setattr(triton, "obstacle", lambda: None)
 
         def inside(run: Callable[..., Any]) -> Callable[..., Any]:
             def recorded_run(*given: Any) -> Any:
-                recorders.append(Recorder())
+                recorders.append(LaunchRecorder())
                 with recorders[-1]:
                     return run(*given)
 
@@ -166,7 +166,7 @@ OTHERS: dict[str, tuple[list[Tensor], dict[str, Any], str]] = {
 
 def recorders_of(
     operands: list[Tensor], keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch, expanded: bool = False
-) -> list[Recorder]:
+) -> list[LaunchRecorder]:
     """Of the second of two calls, and of its backward."""
     for limit in ("LEAST_ITEMS", "LEAST_ROWS"):
         monkeypatch.setattr(gluon, limit, 1)

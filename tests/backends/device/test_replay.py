@@ -200,7 +200,7 @@ class Kernel:
 
 
 def recorded(work: Any, *operands: Tensor) -> Any:
-    with replay.Recorder() as watching:
+    with replay.LaunchRecorder() as watching:
         results = work(*operands)
     return watching.replay(operands, results)
 
@@ -337,9 +337,9 @@ def test_hooks_end_repeats(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> N
 
 WATCHED = """
 import sys, torch
-from saccade.backends.device.replay import Recorder
+from saccade.backends.device.replay import LaunchRecorder
 
-with Recorder() as watched:
+with LaunchRecorder() as watched:
     torch.empty(4).view(2, 2)
 assert len(watched.allocated) == 1 and not watched.obstacle
 print(*sorted({"sympy", "torch._dynamo", "torch._inductor"} & {*sys.modules}))

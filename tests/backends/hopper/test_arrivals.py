@@ -44,8 +44,8 @@ def farthest(rank: int, seed: int, d: int = 64) -> float:
     assert exchange is not None
     layouts, (steps, needed) = exchange.layouts(q.device), exchange.steps(HEADS[1], 4 * d, q.device)
     both = torch.full((exchange.needed, HEADS[1], 2 * d), torch.nan).bfloat16()
-    here = [both] * (len(layouts.places) - 1)
-    arriving._spread(made.shard(k), made.shard(v), [*here, torch.zeros_like(both)], layouts.places)
+    here = [both] * (len(layouts.slots) - 1)
+    arriving._spread(made.shard(k), made.shard(v), [*here, torch.zeros_like(both)], layouts.slots)
     done, brought = torch.zeros(1, dtype=torch.int32), []
 
     def bring(number: int) -> None:
@@ -80,21 +80,21 @@ def no_wait(arrivals, tile):
 
 @gluon.jit
 def a_step_early(arrivals, tile):
-    step = gl.load(arrivals.steps + tile.place)
+    step = gl.load(arrivals.steps + tile.offset)
     if step > 1:
         wait_for_copies(arrivals.done, step - 1)
 
 
 @gluon.jit
 def of_another_head(arrivals, tile):
-    step = gl.load(arrivals.steps + tile.place - tile.h_k)
+    step = gl.load(arrivals.steps + tile.offset - tile.h_k)
     if step > 0:
         wait_for_copies(arrivals.done, step)
 
 
 @gluon.jit
 def a_tile_late(args, tile, BLOCK_K: gl.constexpr):
-    coming = gl.load(args.arrivals.coming + tile.place // args.h_k)
+    coming = gl.load(args.arrivals.coming + tile.offset // args.h_k)
     return gl.maximum(tile.hi - coming // BLOCK_K, 0)
 
 

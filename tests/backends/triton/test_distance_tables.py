@@ -10,8 +10,8 @@ from torch import Tensor
 
 from saccade import Dense, Packed, attention, causal, relative_bias, t5_bias, window
 from saccade.backends import Launches
-from saccade.backends.device import distance_tables, level_sums
-from saccade.backends.device.level_sums import LevelSums
+from saccade.backends.device import bias_sums, distance_tables
+from saccade.backends.device.bias_sums import BiasSums
 from saccade.call import Call
 from saccade.masks import Mask
 from saccade.ops import dispatch
@@ -171,17 +171,17 @@ def test_sums_beyond_the_reach(mask: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     exact = gradient("reference")
     assert error() < 1e-3
-    of = LevelSums.of
+    of = BiasSums.of
 
-    def counted(*arguments: Any) -> LevelSums | None:
+    def counted(*arguments: Any) -> BiasSums | None:
         """Every tile is in reach, and what lies beyond counts once more."""
-        levels = of(*arguments)
-        assert levels is not None
-        return levels._replace(block_q=1 << 20, block_k=1 << 20)
+        biases = of(*arguments)
+        assert biases is not None
+        return biases._replace(block_q=1 << 20, block_k=1 << 20)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LevelSums, "of", counted)
+        patch.setattr(BiasSums, "of", counted)
         assert error() > 0.1
     dispatch.forget()
-    monkeypatch.setattr(level_sums, "launch", lambda *arguments: lambda *arguments: None)
+    monkeypatch.setattr(bias_sums, "launch", lambda *arguments: lambda *arguments: None)
     assert error() > 0.1

@@ -63,7 +63,7 @@ def test_visits(seed, monotone, block_q):
     rows, keys = torch.tensor([s_q, 70, 0]), torch.tensor([s_k, 99, s_k])
     q, k = torch.empty(b, H_Q, s_q, 8), torch.empty(b, H_K, s_k, 8)
     call = Call.of_views(q, k, k, Dense("bhsd", rows, keys), mask=interval(start, stop))
-    visits = block_lists.record(call, {}, block_q, 64, by_keys=True).data[1]
+    visits = block_lists.device_args(call, {}, block_q, 64, by_keys=True).data[1]
     table = visits.table
     found = torch.stack([visits.lo, visits.hi])[:, :-block_q].view(2, b, -1)
     for i in range(b):
@@ -82,7 +82,7 @@ def test_visits_of_packed_sequences(seed):
     start, stop = bounds((t_q,), 200)
     q, k = torch.empty(1, H_Q, t_q, 8), torch.empty(1, H_K, t_k, 8)
     call = Call.of_views(q, k, k, Packed(ends_q, ends_k, 150, 200), mask=interval(start, stop))
-    visits = block_lists.record(call, {}, 128, 64, by_keys=True).data[1]
+    visits = block_lists.device_args(call, {}, 128, 64, by_keys=True).data[1]
     table, found = visits.table[0], torch.stack([visits.lo, visits.hi])
     for i, (rows, keys) in enumerate(zip(*(x.tolist() for x in lengths), strict=True)):
         own = slice(int(ends_q[i]), int(ends_q[i + 1]))

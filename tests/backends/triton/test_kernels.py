@@ -107,7 +107,7 @@ def call_of(mask: Mask | None) -> Call:
 def test_every_mask_and_score_has_a_device_form() -> None:
     made: list[Mask | None] = [case.inputs().keywords.get("mask") for case in SMALL if case.b]
     for mask in made:
-        record = device_masks.record(call_of(mask))
+        record = device_masks.device_args(call_of(mask))
         assert record.exact.value == (mask is None or mask.exact)
     for case in SMALL:
         score = case.inputs().keywords.get("score_mod")
@@ -119,7 +119,7 @@ def test_an_unknown_mask_is_refused() -> None:
         kind = "other"
 
     with pytest.raises(TypeError, match="no device form"):
-        device_masks.record(call_of(Other()))
+        device_masks.device_args(call_of(Other()))
 
 
 def test_wide_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def scheduled(call: Call, cut: launch.Cut) -> Any:
     schedule = launch.empty_schedule(call, cut)
     schedule.starts.fill_(-7)
     lengths = call.q.shape[2], call.layout.capacity(call.k.shape[2])
-    launch.scheduling({})(None, (schedule, *positions.spans(call), masks.record(call), *lengths))
+    launch.scheduling({})(None, (schedule, *positions.spans(call), masks.device_args(call), *lengths))
     return schedule
 
 

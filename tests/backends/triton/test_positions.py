@@ -102,7 +102,7 @@ def test_positions_that_are_off_by_one_are_rejected(given, monkeypatch):
     keywords = {"mask": {"mask": causal()}, "score": {"score_mod": alibi(torch.ones(2))}, "dropout": {"dropout_p": 0.3}}
     layout = Dense(q_offset=torch.tensor([13, 20]))
     assert check(q, k, v, layout=layout, backend="triton", **keywords[given]).ratio <= 1
-    right = positions.record
+    right = positions.device_args
 
     def wrong(problem):
         return right(problem)._replace(k=positions.Offset.of(1, False, None))

@@ -109,14 +109,14 @@ def faces_kernel(score, value, slope, record, S_Q: tl.constexpr, S_K: tl.constex
 
 @triton.jit
 def linear_kernel(value, record, OFF: tl.constexpr, S_Q: tl.constexpr, S_K: tl.constexpr):
-    """What is added to scores, (S_Q, S_K) from what `pitch` and `level` say of one key."""
+    """What is added to scores, (S_Q, S_K) from what `pitch` and `bias` say of one key."""
     q_idx = tl.arange(0, S_Q)[:, None]
     kv_idx = tl.arange(0, S_K)[None, :]
     h = tl.program_id(0)
     key = q_idx + OFF
     pitch = record.pitch(record.data, 0, h, q_idx, key)
-    level = record.level(record.data, 0, h, q_idx, key)
-    tl.store(value + h * S_Q * S_K + q_idx * S_K + kv_idx, level + pitch * (kv_idx - key))
+    bias = record.bias(record.data, 0, h, q_idx, key)
+    tl.store(value + h * S_Q * S_K + q_idx * S_K + kv_idx, bias + pitch * (kv_idx - key))
 
 
 ROWS = torch.randn(2, 16)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from saccade import Packed
 from saccade.backends.device import positions
-from saccade.backends.hopper.forward import work_tile
+from saccade.backends.hopper.forward import work_item
 from saccade.call import Call
 
 BLOCK = 16
@@ -53,13 +53,13 @@ class Work(NamedTuple):
 @triton.jit
 def items_kernel(found, span_q, span_k, heads, section, packs, s_q, s_k, BLOCK: tl.constexpr, BY_BLOCKS: tl.constexpr):
     item, work = tl.program_id(0), Work(heads, section, packs)
-    b, h_k, in_group, row = work_tile.packed_place(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
+    b, h_k, in_group, row = work_item.locate_packed(work, item, span_q, s_q, span_k, s_k, BLOCK, 1, BY_BLOCKS)
     _, _, there, _ = positions.extent(span_q, b, s_q)
     place = found + item * 4
     tl.store(place, b)
     tl.store(place + 1, h_k * packs + in_group)
     tl.store(place + 2, row)
-    tl.store(place + 3, work_tile.packed_list(work, item, span_q, row, there, BLOCK))
+    tl.store(place + 3, work_item.packed_list(work, item, span_q, row, there, BLOCK))
 
 
 def found_by_kernel(offsets: list[int], t: int, used: list[int] | None) -> tuple[Any, Call]:

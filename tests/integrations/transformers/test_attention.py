@@ -260,7 +260,7 @@ class Tables:
         rows = (
             (pages[j // PAGE], j % PAGE) for n, pages in zip(self.lengths, self.blocks, strict=True) for j in range(n)
         )
-        return [(at, *place) for at, place in enumerate(rows)]
+        return [(at, *region) for at, region in enumerate(rows)]
 
     def update(self, key_states, value_states, layer_idx, kwargs):
         kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]

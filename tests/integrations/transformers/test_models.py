@@ -304,7 +304,7 @@ def test_no_mask_of_rows_by_keys(made, monkeypatch):
         model.set_attn_implementation(NAME)
         left_padding(model)
     assert masks
-    assert all(isinstance(mask, StructuredMask) and not mask.mask.listed for mask in masks)
+    assert all(isinstance(mask, StructuredMask) and not mask.mask.block_sparse for mask in masks)
 
 
 def test_chunks_have_no_continuous_batching(made):

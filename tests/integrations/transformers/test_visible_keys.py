@@ -73,9 +73,9 @@ FUNCTIONS = {
 }
 
 
-def expected(function, padding, place, b=2):
+def expected(function, padding, region, b=2):
     """Every pair, by the function itself."""
-    s_q, s_k, q_offset, kv_offset = place
+    s_q, s_k, q_offset, kv_offset = region
     rows, keys = torch.arange(s_q) + q_offset, torch.arange(s_k) + kv_offset
     batch, head = torch.arange(b)[:, None, None, None], torch.zeros(1, 1, 1, 1, dtype=torch.long)
     seen = function(batch, head, rows[None, None, :, None], keys[None, None, None, :]).expand(b, 1, s_q, s_k)
@@ -96,9 +96,9 @@ def shown(made, b=2):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_pair(utils, name, padding, place, known_by):
+def test_every_pair(utils, name, padding, region, known_by):
     function, tokens = FUNCTIONS[name](utils), PADDING[padding]
-    s_q, s_k, q_offset, kv_offset = PLACES[place]
+    s_q, s_k, q_offset, kv_offset = PLACES[region]
     where = {
         "host": {"q_length": s_q, "q_offset": q_offset, "kv_offset": kv_offset},
         "device": {"q_length": s_q, "q_offset": torch.tensor(q_offset), "kv_offset": torch.tensor(kv_offset)},
@@ -109,7 +109,7 @@ def test_every_pair(utils, name, padding, place, known_by):
         batch_size=2, kv_length=s_k, mask_function=function, attention_mask=tokens, dtype=None, config=None, **where
     )
     assert made.shape == (2, 1, s_q, s_k)
-    assert torch.equal(shown(made), expected(function, PADDING[padding], PLACES[place]))
+    assert torch.equal(shown(made), expected(function, PADDING[padding], PLACES[region]))
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "chunks"])
@@ -151,7 +151,7 @@ def test_known_masks_need_no_predicate(utils):
     for name in ("causal", "window", "chunks"):
         mask = attention_mask_of(2, 9, 9, mask_function=FUNCTIONS[name](utils), attention_mask=left).mask
         assert mask is not None
-        assert not mask.listed
+        assert not mask.block_sparse
         assert sum(x.numel() for x in mask.tensors) <= 4 * 9
     plain = [attention_mask_of(2, 9, 9, mask_function=FUNCTIONS[name](utils)).mask for name in ("causal", "window")]
     assert [repr(mask) for mask in plain] == ["causal", "window(3,0)"]

@@ -13,7 +13,7 @@ from saccade.call.descale import BLOCK
 from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
-class Places(NamedTuple):
+class CacheRows(NamedTuple):
     """Of every new row, (n,): its slot in the cache, or -1; its position; whether it is a sequence's, and whose."""
 
     slot: Tensor
@@ -25,10 +25,10 @@ class Places(NamedTuple):
 def append(step: Append) -> Tensor | None:
     """Writes the rows that have a page or a slot, and omits the rest. Returns the rotated queries."""
     layout, (pages, size), q = step.layout, step.k_cache.shape[:2], step.q
-    places = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
-    there = (places.slot >= 0) & (places.slot < pages * size)
-    slot = places.slot[there]
-    sequence, position = places.sequence[there], places.position[there]
+    slots = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
+    there = (slots.slot >= 0) & (slots.slot < pages * size)
+    slot = slots.slot[there]
+    sequence, position = slots.sequence[there], slots.position[there]
     for cache, new, factor in zip(step[:2], step[2:4], step.descale.each[1:], strict=True):
         rows = new.flatten(0, -3)[there]
         if step.quantizes:
@@ -42,8 +42,8 @@ def append(step: Append) -> Tensor | None:
     if q is None or step.rotary is None:
         return None
     made = empty_like_rows(q, q.shape[-1]).zero_()
-    rows = rotated(q.flatten(0, -3)[places.known], step.rotary, places.position[places.known])
-    made[places.known.view(q.shape[:-2])] = rows
+    rows = rotated(q.flatten(0, -3)[slots.known], step.rotary, slots.position[slots.known])
+    made[slots.known.view(q.shape[:-2])] = rows
     return made
 
 
@@ -52,13 +52,13 @@ def _of_rows(factor: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     return factor[sequence, :, (position // BLOCK).clamp(max=factor.shape[2] - 1)][..., None]
 
 
-def _by_slot(layout: CacheSlots) -> Places:
+def _by_slot(layout: CacheSlots) -> CacheRows:
     slot = layout.slot_mapping.flatten().long()
     position = torch.zeros_like(slot) if layout.positions is None else layout.positions.flatten().long()
-    return Places(slot, position, torch.ones_like(slot, dtype=torch.bool), torch.zeros_like(slot))
+    return CacheRows(slot, position, torch.ones_like(slot, dtype=torch.bool), torch.zeros_like(slot))
 
 
-def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
+def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> CacheRows:
     used = layout.seqused_k.long()
     offsets = layout.cu_seqlens_q
     if offsets is None:
@@ -73,7 +73,7 @@ def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> Places:
     page = torch.full_like(position, -1)
     page[inside] = layout.block_table[b[inside], position[inside] // size].long()
     mapped = (page >= 0) & (page < pages)
-    return Places(torch.where(mapped, page * size + position % size, -1), position, known, b)
+    return CacheRows(torch.where(mapped, page * size + position % size, -1), position, known, b)
 
 
 def rotated(x: Tensor, rotary: Rotary, position: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from saccade.backends.cpu import tiled
 from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.call import Call
-from saccade.call.descale import by_row
+from saccade.call.descale import factor_of_rows
 from saccade.layouts import Paged
 
 FIXED_ROWS, FIXED_KEYS = 16, 128
@@ -45,7 +45,7 @@ def forward(call: Call, lse: bool) -> Outputs:
     if not call.keeps_tail:
         out.zero_()
     row_lse, top = torch.full((2, *call.q.shape[:3]), -torch.inf, dtype=call.lse_dtype(), device="cpu")
-    for b, batch, rows, *_ in layout.places(call.q, call.k):
+    for b, batch, rows, *_ in layout.sequence_slices(call.q, call.k):
         at = batch, slice(None), rows
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
@@ -107,7 +107,7 @@ def _rows(call: Call, q: Tensor, b: int, rows: slice) -> Tensor:
     """Some query rows of sequence b, of its q (h_q, s_q, d)."""
     if call.descale is None or call.descale.q is None:
         return q[:, rows]
-    factor = by_row(call.descale.q[b : b + 1], q[None])[0]
+    factor = factor_of_rows(call.descale.q[b : b + 1], q[None])[0]
     return q[:, rows].to(factor.dtype) * (factor[:, rows] if factor.shape[1] > 1 else factor)
 
 
@@ -146,5 +146,5 @@ def _tile(call: Call, name: str, b: int, start: int, n: int, keys: int) -> Tenso
     if call.descale is not None:
         tile = tile.to(call.lse_dtype())
         if (factor := getattr(call.descale, name)) is not None:
-            tile = tile * by_row(factor[b : b + 1], tile[None], start)[0]
+            tile = tile * factor_of_rows(factor[b : b + 1], tile[None], start)[0]
     return tile if stop == start + n else torch.nn.functional.pad(tile, (0, 0, 0, start + n - stop))

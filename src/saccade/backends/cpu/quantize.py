@@ -39,8 +39,8 @@ def quantize(call: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
             x = x - mean
         else:
             shift = _by_batch(call, torch.where(rows.live, (x * mean).sum(-1), 0))
-    descale, by_row = _factors(call, rows, x)
-    x = quotient(x, by_row.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
+    descale, row_factors = _factors(call, rows, x)
+    x = quotient(x, row_factors.repeat_interleave(len(x) // call.h_k, dim=0)[..., None], call.dtype)
     if call.per == "block":
         x = torch.where((rows.position < call.blocks * BLOCK)[:, None], x, torch.nan)
     x = torch.where(rows.live[:, None], x, 0)
@@ -114,23 +114,23 @@ def _factors(call: Quantization, rows: Rows, x: Tensor) -> tuple[Tensor, Tensor]
     # (h_k, b s)
     size = size.amax(-1).unflatten(0, (call.h_k, -1)).amax(1)
     per_sequence = call.blocks if call.per == "block" else 1
-    place = torch.zeros_like(rows.sequence)
+    factor_index = torch.zeros_like(rows.sequence)
     if call.per != "tensor":
-        place = rows.sequence * per_sequence
+        factor_index = rows.sequence * per_sequence
     if call.per == "block":
-        place = place + (rows.position // BLOCK).clamp(max=max(call.blocks - 1, 0))
+        factor_index = factor_index + (rows.position // BLOCK).clamp(max=max(call.blocks - 1, 0))
         size = torch.where(rows.position < call.blocks * BLOCK, size, 0)
     count = 1 if call.per == "tensor" else call.sequences * per_sequence
     largest = size.new_zeros(call.h_k, count)
     if not count:  # nothing is in use
         return largest.view(call.descale_shape), torch.ones_like(size)
-    largest = largest.scatter_reduce(1, place.expand(call.h_k, -1), size, "amax")
+    largest = largest.scatter_reduce(1, factor_index.expand(call.h_k, -1), size, "amax")
     if call.per == "tensor":
         largest = largest.amax(0, keepdim=True)
     factor = torch.where(largest > 0, (largest / torch.finfo(call.dtype).max).clamp(min=SMALLEST), 1)
     shape = call.descale_shape
     descale = factor.reshape(()) if not shape else factor.unflatten(1, (call.sequences, -1)).transpose(0, 1)
-    return descale.reshape(shape).contiguous(), factor.expand(call.h_k, count)[:, place]
+    return descale.reshape(shape).contiguous(), factor.expand(call.h_k, count)[:, factor_index]
 
 
 def _by_batch(call: Quantization, x: Tensor) -> Tensor:

@@ -59,16 +59,16 @@ def bias(call: Call) -> Tensor | None:
         return None
     known = score.program.emitted
     if "cpu bias" not in known:
-        known["cpu bias"] = _bias_places(score)
-    if (places := known["cpu bias"]) is None:
+        known["cpu bias"] = _bias_axes(score)
+    if (axes := known["cpu bias"]) is None:
         return None
     (b, h, s_q, _), s_k = call.q.shape, call.k.shape[2]
-    return _part(score.tensors[0], places, (call.first_b, 0, 0, 0), (b, h, s_q, s_k))
+    return _part(score.tensors[0], axes, (call.first_b, 0, 0, 0), (b, h, s_q, s_k))
 
 
-def _bias_places(score: Traced) -> tuple[int, ...] | None:
+def _bias_axes(score: Traced) -> tuple[int, ...] | None:
     graph = _module(score, slope=False).graph
-    calls = [node for node in graph.nodes if node.op == "call_function" and _place(node) is None]
+    calls = [node for node in graph.nodes if node.op == "call_function" and _axis(node) is None]
     if [node.target for node in calls] != [_view, aten.add.Tensor]:
         return None
     view, add = calls
@@ -126,19 +126,19 @@ def _with_views(module: fx.GraphModule) -> fx.GraphModule:
         if node.op != "call_function" or node.target is not aten.index.Tensor:
             continue
         tensor, indices = node.args
-        places = [_place(x) for x in indices]
-        ranges = [place for place in places if place is not None and place >= 0]
-        if None in places or tensor.op != "placeholder" or ranges != sorted(set(ranges)):
+        axes = [_axis(x) for x in indices]
+        ranges = [axis for axis in axes if axis is not None and axis >= 0]
+        if None in axes or tensor.op != "placeholder" or ranges != sorted(set(ranges)):
             continue
         with result.graph.inserting_before(node):
-            view = result.graph.call_function(_view, (tensor, tuple(places), *indices))
+            view = result.graph.call_function(_view, (tensor, tuple(axes), *indices))
         node.replace_all_uses_with(view)
         result.graph.erase_node(node)
     result.recompile()
     return result
 
 
-def _place(index: Any) -> int | None:
+def _axis(index: Any) -> int | None:
     """Which dimension of a tile the index counts, -1 for a constant; None for any other."""
     if not isinstance(index, fx.Node):
         return None
@@ -147,26 +147,26 @@ def _place(index: Any) -> int | None:
     return -1 if index.target is aten.scalar_tensor.default else None
 
 
-def _view(x: Tensor, places: tuple[int, ...], *indices: Tensor) -> Tensor:
+def _view(x: Tensor, axes: tuple[int, ...], *indices: Tensor) -> Tensor:
     """x[indices], (b or 1, h or 1, q or 1, k or 1), of indices that are constants or ranges."""
     first, sizes = [0, 0, 0, 0], [1, 1, 1, 1]
-    for dim, (place, index) in enumerate(zip(places, indices, strict=True)):
+    for dim, (axis, index) in enumerate(zip(axes, indices, strict=True)):
         start = int(index.view(-1)[0])
-        if place < 0:
+        if axis < 0:
             x = x.narrow(dim, start if start >= 0 else start + x.shape[dim], 1)
         else:
-            first[place], sizes[place] = start, index.numel()
-    return _part(x, places, first, sizes)
+            first[axis], sizes[axis] = start, index.numel()
+    return _part(x, axes, first, sizes)
 
 
-def _part(x: Tensor, places: tuple[int, ...], first: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _part(x: Tensor, axes: tuple[int, ...], first: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """x, of whose dimensions each is the index of a tile in its place, or the first element where that is -1: of so
     many elements from the first ones on, (b or 1, h or 1, q or 1, k or 1)."""
     shape = [1, 1, 1, 1]
-    for dim, place in enumerate(places):
-        start, n = (first[place], sizes[place]) if place >= 0 else (0, 1)
+    for dim, axis in enumerate(axes):
+        start, n = (first[axis], sizes[axis]) if axis >= 0 else (0, 1)
         if start or n != x.shape[dim]:
             x = x.narrow(dim, start, n)
-        if place >= 0:
-            shape[place] = n
+        if axis >= 0:
+            shape[axis] = n
     return x.reshape(shape)

@@ -241,8 +241,8 @@ class _Backward:
 
     def _store(self, tile: Tile, dk_dv: list[Tensor]) -> None:
         for target, total, scale in zip((self.dk, self.dv), dk_dv, (self.call.scale, 1.0), strict=True):
-            place = target[tile.batch, tile.heads]
-            place.copy_(total.mul_(scale * self.rescale).view(place.shape))
+            rows_of_tile = target[tile.batch, tile.heads]
+            rows_of_tile.copy_(total.mul_(scale * self.rescale).view(rows_of_tile.shape))
 
     def gradients(self, items: Sequence[_Item], sums: Sequence[_Sums], captures: list[Tensor | None]) -> Gradients:
         """All gradients. Sums are added in the order of the items, whichever was first."""

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     keys: slice
     core: slice
 
-    def place(self, group: int) -> tuple[slice, slice, slice, slice]:
+    def slices(self, group: int) -> tuple[slice, slice, slice, slice]:
         """Batch rows, query heads, rows and keys, with so many query heads for a key head."""
         return self.batch, slice(self.heads.start * group, self.heads.stop * group), self.rows, self.keys
 
@@ -185,16 +185,16 @@ def tiling_of(call: Call) -> Tiling:
     same."""
     mask, layout, shape = call.mask, call.layout, TilingShape.of(call)
     tensors = [*layout.tensors, *mask.tensors] if mask is not None else layout.tensors
-    if not tensors and (mask is None or not mask.listed) and not layout.positioned:
+    if not tensors and (mask is None or not mask.block_sparse) and not layout.positioned:
         return _of_numbers(shape, mask)
 
     def make() -> Tiling:
         tiles: tuple[int, ...] = (1, 1)
-        if mask is not None and mask.listed and not shape.small:
+        if mask is not None and mask.block_sparse and not shape.small:
             tiles = tuple(mask.states.shape) if isinstance(mask, Blocked) else states_shape(call)
         return Tiling(shape, mask, call.extent, (tiles[0] > 1, tiles[1] > 1))
 
-    if call.positions is not None or (mask is not None and mask.by_row):
+    if call.positions is not None or (mask is not None and mask.bounds_per_row):
         return make()
     numbers = () if mask is None else (mask.identity, mask.numbers)
     return derived_from_values(("tiling", shape, layout.text, numbers), tensors, make)
@@ -277,14 +277,14 @@ class Worker:
     def pieces(self, tile: Tile) -> list[Tile]:
         """The tile in pieces of at most TILE_ELEMENTS scores, without empty tiles of block sparsity."""
         tiling, mask = self.tiling, self.call.mask
-        if mask is None or not mask.listed or tiling.shape.small:
+        if mask is None or not mask.block_sparse or tiling.shape.small:
             return tiling.split([tile])
         first_b, first_h = tile.batch.start if tiling.by_batch else 0, tile.heads.start if tiling.by_head else 0
-        place = first_b, first_h, tile.rows.start
-        if place not in tiling.pieces:
-            tiling.pieces[place] = tiling.split(tiling.runs(states_of(self.call, compute_states)[0], tile))
+        slices = first_b, first_h, tile.rows.start
+        if slices not in tiling.pieces:
+            tiling.pieces[slices] = tiling.split(tiling.runs(states_of(self.call, compute_states)[0], tile))
         # They were made for the first of the batch rows and heads that share them.
-        return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[place]]
+        return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[slices]]
 
     def keys(self, x: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
         """All keys of the tile's heads, (n, s_k, d)."""
@@ -296,8 +296,8 @@ class Worker:
 
     def store(self, target: Tensor, x: Tensor, tile: Tile) -> None:
         """Writes (n, m, d) where `queries` reads it."""
-        place = self._rows(target, tile)
-        place.copy_(x.view(place.shape))
+        slices = self._rows(target, tile)
+        slices.copy_(x.view(slices.shape))
 
     def _rows(self, x: Tensor, tile: Tile) -> Tensor:
         return x.unflatten(1, (-1, self.call.group))[tile.batch, tile.heads, :, tile.rows]
@@ -312,10 +312,10 @@ class Worker:
         else:
             rounded = self.scratch("rounded", score.shape, self.scores)
             score.copy_(product(q, k.mT, self.call.scale, rounded))
-        place, modify, modification = tile.place(self.call.group), self.call.score, None
-        tile_score = score.view([x.stop - x.start for x in place])
+        slices, modify, modification = tile.slices(self.call.group), self.call.score, None
+        tile_score = score.view([x.stop - x.start for x in slices])
         if self.bias is not None and not derivative:
-            part = (x if n > 1 else slice(None) for x, n in zip(place, self.bias.shape, strict=True))
+            part = (x if n > 1 else slice(None) for x, n in zip(slices, self.bias.shape, strict=True))
             tile_score.add_(self.bias[tuple(part)])
         elif modify is not None:
             at, scaled = self._function_indices(tile), tile_score
@@ -327,7 +327,9 @@ class Worker:
 
     def _indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch rows, query heads, rows and keys of a tile, which broadcast to (b, h, q, k)."""
-        b_idx, h_idx, q_idx, kv_idx = (torch.arange(x.start, x.stop, device="cpu") for x in tile.place(self.call.group))
+        b_idx, h_idx, q_idx, kv_idx = (
+            torch.arange(x.start, x.stop, device="cpu") for x in tile.slices(self.call.group)
+        )
         return b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None], kv_idx
 
     def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -370,13 +372,13 @@ class Worker:
         if tested is not None and not by_batch:
             by_batch = "b" in tested.indices or self.call.extent.differs
         by_head = tested is not None and "h" in tested.indices
-        place = (
+        slices = (
             id(tiling),
             *((tile.batch.start, tile.batch.stop) if by_batch else (0, 0)),
             *((tile.heads.start, tile.heads.stop) if by_head else (0, 0)),
             *(tile.rows.start, tile.rows.stop, tile.keys.start, tile.keys.stop),
         )
-        if (known := mask_tiles.get(place)) is not None:
+        if (known := mask_tiles.get(slices)) is not None:
             return known
         b_idx, h_idx, q_idx, kv_idx = self._indices(tile)
         at = tile.batch if tiling.hull.lo.shape[0] > 1 else slice(0, 1)
@@ -387,11 +389,11 @@ class Worker:
             b_idx, h_idx = b_idx if by_batch else b_idx[:1], h_idx if by_head else h_idx[:1]
             seen = seen & tested.sees(self.call.extent, b_idx, h_idx, q_idx, kv_idx)
         limit = seen.to(self.inside).sub_(0.5).mul_(torch.inf)
-        return self._cached(place, limit)
+        return self._cached(slices, limit)
 
-    def _cached(self, place: tuple[int, ...], mask_tile: Tensor) -> Tensor:
+    def _cached(self, slices: tuple[int, ...], mask_tile: Tensor) -> Tensor:
         if mask_tile.nbytes <= MASK_TILES_BYTES // 4:
-            mask_tiles.put(place, mask_tile, [self.tiling], mask_tile.nbytes)
+            mask_tiles.put(slices, mask_tile, [self.tiling], mask_tile.nbytes)
         return mask_tile
 
     def additive_mask(self) -> Tensor | None:
@@ -401,11 +403,11 @@ class Worker:
         heads = max(1, h_k * group)
         if b * h_k * group * s_q * s_k * 4 > MASK_TILES_BYTES // 4 * heads or self._visited() < MOSTLY:
             return None
-        place = (id(self.tiling),)
-        if (known := mask_tiles.get(place)) is not None:
+        slices = (id(self.tiling),)
+        if (known := mask_tiles.get(slices)) is not None:
             return known
         everything = Tile(slice(0, b), slice(0, h_k), slice(0, s_q), slice(0, s_k), slice(0, 0))
-        return self._cached(place, self._mask_tile(everything).clamp(max=0))
+        return self._cached(slices, self._mask_tile(everything).clamp(max=0))
 
     def _visited(self) -> float:
         tiling = self.tiling

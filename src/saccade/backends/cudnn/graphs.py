@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saccade.scores import Score, Traced
 from saccade.scores.callbacks.graph import OPERATIONS, GraphStep, data_type
-from saccade.util.caches import BoundedCache, lazily
+from saccade.util.caches import BoundedCache, cached_attribute
 from saccade.util.memory_layout import ALIGNMENT
 
 # cuDNN graphs of attention, by NVIDIA's Python frontend, which a call imports first: built, cached and run.
@@ -85,7 +85,7 @@ class GraphKey:
     score: ScoreGraph | None = None
     score_inputs: tuple[TensorDesc, ...] = ()
 
-    @lazily
+    @cached_attribute
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
@@ -233,7 +233,7 @@ class Input(NamedTuple):
 
     name: str
     """`tensor`; or passed by value: `runtime`, a number of the score, and `number`, a constant."""
-    place: int | None
+    position: int | None
     """Among the score's tensors or its numbers."""
     dtype: torch.dtype | None
     """Of what is passed by value."""
@@ -259,13 +259,13 @@ class ScoreGraph:
     def tensors(self, score: Any) -> list[Tensor]:
         """The inputs of a call with this Score: views of four dimensions, and numbers on the CPU."""
         tensors = []
-        for (name, place, dtype), constant in zip(self.inputs, self.constants, strict=True):
+        for (name, position, dtype), constant in zip(self.inputs, self.constants, strict=True):
             if constant is not None:
                 tensors.append(constant)
             elif name == "runtime":
-                tensors.append(_by_value(score.numbers[place], dtype))
+                tensors.append(_by_value(score.numbers[position], dtype))
             else:
-                tensors.append(_view(score.tensors[place].detach()))
+                tensors.append(_view(score.tensors[position].detach()))
         return tensors
 
 
@@ -276,12 +276,12 @@ def score_graph(score: Score, gradient: bool) -> ScoreGraph:
         NoCallback: the score is another function, or has no derivative of its own.
     """
     program = score.program if isinstance(score, Traced) else None
-    if program is None or program.recorded is None:
+    if program is None or program.callbacks is None:
         raise NoCallback(
             "takes score functions only as callbacks (saccade.compat.cudnn.score_callback) whose tensors combine with "
             f"scores, not {score.kind}"
         )
-    forward, backward = program.recorded
+    forward, backward = program.callbacks
     if gradient and backward is None:
         raise NoCallback(f"needs a score_mod_bprop for the gradients of {score.kind}")
     key = "cudnn", gradient
@@ -318,9 +318,9 @@ def _typed(step: GraphStep) -> GraphStep:
     as FLOAT: a backward takes nothing else for comparisons of floats and for logic."""
     if step.name in ("score", "gradient"):
         return step
-    index, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
-    made = step.result_type if step.result_type != NOT_SET else INT32 if index else BOOLEAN if truth else FLOAT
-    computed = INT32 if index else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
+    position, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
+    made = step.result_type if step.result_type != NOT_SET else INT32 if position else BOOLEAN if truth else FLOAT
+    computed = INT32 if position else FLOAT if step.computed in (NOT_SET, BOOLEAN) else step.computed
     return step._replace(computed=computed, result_type=made)
 
 
@@ -347,8 +347,8 @@ def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
         value, inside = len(made) - 1, []
         for axis, bound in ((2, rows), (3, keys)):
             if bound % TILE:
-                index = add("gen_index", (), (axis,), INT32, INT32)
-                inside.append(add("cmp_lt", (index, constant(bound, torch.int32)), (), FLOAT, BOOLEAN))
+                position = add("gen_index", (), (axis,), INT32, INT32)
+                inside.append(add("cmp_lt", (position, constant(bound, torch.int32)), (), FLOAT, BOOLEAN))
         keep = inside[0] if len(inside) == 1 else add("logical_and", tuple(inside), (), FLOAT, BOOLEAN)
         add("binary_select", (value, constant(outside, torch.float32), keep), (), FLOAT, FLOAT)
         return tuple(made)
@@ -460,10 +460,10 @@ def callback_limits(score: Score, graph: ScoreGraph, gradient: bool) -> list[str
 
 
 def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[str]:
-    for name, place, _ in graph.inputs:
-        if name != "tensor" or place is None:
+    for name, position, _ in graph.inputs:
+        if name != "tensor" or position is None:
             continue
-        x = score.tensors[place]
+        x = score.tensors[position]
         if x.dtype == torch.bool:
             yield "does not take bool tensors in a callback: pass int32"
         rows, keys = (1, 1, *x.shape)[-2:]
@@ -498,10 +498,10 @@ def _selectable(graph: ScoreGraph, step: GraphStep) -> bool:
     """Whether a GPU has run selections of such a value."""
     if step.name != "input":
         return True
-    place = step.attributes[0]
-    constant = graph.constants[place]
+    position = step.attributes[0]
+    constant = graph.constants[position]
     if constant is None:
-        return graph.inputs[place].name == "runtime"
+        return graph.inputs[position].name == "runtime"
     return constant.item() == 0 or constant.item() <= -1e9
 
 

@@ -216,7 +216,7 @@ def _operands(call: Call, used: UsedRows | None) -> dict[str, Tensor]:
     q, k, v = call.q, call.k, call.v
     if call.layout.tensors and used is not None:
         q, k, v = _clear(q, used.unused_rows), _clear(k, used.unused_keys), _clear(v, used.unused_keys)
-    return {"q": _once(q), "k": _once(k), "v": _once(v)}
+    return {"q": _unexpanded(q), "k": _unexpanded(k), "v": _unexpanded(v)}
 
 
 def _clear(x: Tensor, unused: Tensor) -> Tensor:
@@ -225,10 +225,10 @@ def _clear(x: Tensor, unused: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    return _once(x) if aligned(x) else x.contiguous()
+    return _unexpanded(x) if aligned(x) else x.contiguous()
 
 
-def _once(x: Tensor) -> Tensor:
+def _unexpanded(x: Tensor) -> Tensor:
     """No element twice."""
     return x.contiguous() if 0 in x.stride() else x
 

@@ -3,9 +3,9 @@
 
 def recorder() -> object:
     """What notes a call to be repeated; None where Triton's interpreter runs it."""
-    from saccade.backends.device.replay import new_recorder
+    from saccade.backends.device.replay import new_launch_recorder
 
-    return new_recorder()
+    return new_launch_recorder()
 
 
 def block_d(d: int) -> int:

@@ -59,8 +59,9 @@ def common_arguments(
     fast: bool = False,
     distances: Sequence[Any] = (),
 ) -> tuple[Any, ...]:
-    """The arguments from `used_q` to `scale`. `fast` is as `scores.record` says; distances: see `distance_tables`."""
-    q, records = call.q, (mask, scores.record(call, fast, distances), dropout.record(call))
+    """The arguments from `used_q` to `scale`. `fast` is as `scores.device_args` says; distances: see
+    `distance_tables`."""
+    q, records = call.q, (mask, scores.device_args(call, fast, distances), dropout.device_args(call))
     return *positions.spans(call, table), *records, q.shape[1], q.shape[2], call.k.shape[2], call.scale
 
 
@@ -74,7 +75,7 @@ def tile_arguments(
 ) -> tuple[Any, ...]:
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles. blocks: BLOCK_Q and BLOCK_K; reads: whether it reads enough scores for tables of distances."""
-    mask = block_lists.record(call, launches, *blocks, by_keys)
+    mask = block_lists.device_args(call, launches, *blocks, by_keys)
     ragged = call.layout.ragged_keys
     table = positions.table(call, launches, by_keys, blocks[by_keys]) if ragged else None
     distances = distance_tables.tables(call, launches, fast) if reads else ()

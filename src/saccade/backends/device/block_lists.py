@@ -68,7 +68,7 @@ def states_launch(call: Call, launches: Launches, states: Tensor, table: Tensor 
     if table is not None:
         kernel, grid = packed_tile_states_kernel, (h * positions.slots(call, 0, TILE), -(-n_k // SPAN), 1)
     lengths = call.q.shape[2], call.k.shape[2]
-    arguments = states, *positions.spans(call, table), masks.record(call), h, *lengths, n_q, n_k
+    arguments = states, *positions.spans(call, table), masks.device_args(call), h, *lengths, n_q, n_k
     return cached_launch(launches, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
 
 
@@ -134,17 +134,17 @@ def lists_launch(
     return cached_launch(launches, key, lambda: Launch(packed_block_list_kernel, grid, constants)), arguments
 
 
-def record(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
+def device_args(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> masks.DeviceMask:
     """The device form of the Call's mask for kernels of these tiles."""
-    mask = masks.record(call)
-    if call.mask is None or not call.mask.listed:
-        return visits.visited(call, launches, mask, block_q) if by_keys and call.by_row else mask
+    mask = masks.device_args(call)
+    if call.mask is None or not call.mask.block_sparse:
+        return visits.visited(call, launches, mask, block_q) if by_keys and call.bounds_per_row else mask
     return with_lists(mask, build(call, launches, block_q, block_k, by_keys))
 
 
 def with_lists(mask: masks.DeviceMask, lists: BlockLists) -> masks.DeviceMask:
     """The mask, whose tiles the lists name."""
-    return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, lower=masks.FLAGS[False])
+    return mask._replace(block_sparse=masks.FLAGS[True], block_lists=lists, has_lower_bound=masks.FLAGS[False])
 
 
 def ranks(launches: Launches, lists: BlockLists, blocks: int, table: Tensor | None = None) -> Tensor:

@@ -47,15 +47,15 @@ def block_number(span, heads, start, BLOCK: tl.constexpr):
 def block_list_range(mask, b, h, block, BLOCK: tl.constexpr):
     """The list of one block as `tile_range` tells of tiles: first, core, core_end, end, in places of the list times
     BLOCK, and where the list begins."""
-    place, some, tiles = load_block_list(mask.block_lists, block_list_number(mask.block_lists, b, h, block))
-    return some * 0, some * 0 + some * BLOCK, tiles * BLOCK, tiles * BLOCK, place
+    offset, some, tiles = load_block_list(mask.block_lists, block_list_number(mask.block_lists, b, h, block))
+    return some * 0, some * 0 + some * BLOCK, tiles * BLOCK, tiles * BLOCK, offset
 
 
 @triton.jit
-def tile_start(mask, place, start, BLOCK: tl.constexpr):
+def tile_start(mask, offset, start, BLOCK: tl.constexpr):
     """Where the tile begins that is visited at `start`: there, or where the list says."""
     if mask.block_sparse:
-        return tl.load(place + start // BLOCK) * BLOCK
+        return tl.load(offset + start // BLOCK) * BLOCK
     else:
         return start
 
@@ -186,8 +186,8 @@ def packed_block_list_kernel(
         n_outer = tl.cdiv(length, TILE)
         n_inner = tl.cdiv(other_length, TILE)
         grid = StateGrid(states, n_outer, n_inner, 1 if BY_KEYS else n_k, n_k if BY_KEYS else 1)
-        place = index + row * inners
-        _write_list(grid, place, count + 2 * row, block, tiles, other_length, OUTER, INNER, CHUNK)
+        offset = index + row * inners
+        _write_list(grid, offset, count + 2 * row, block, tiles, other_length, OUTER, INNER, CHUNK)
 
 
 @triton.jit
@@ -208,8 +208,8 @@ def _write_list(
         some, whole = _state_of(grid, outer, tiles, inners, length, OUTER, INNER)
         mixed = (some & (whole == 0)).to(tl.int32)
         full = (some & whole).to(tl.int32)
-        place = tl.where(full != 0, full_at + tl.cumsum(full, 0), some_at + tl.cumsum(mixed, 0)) - 1
-        tl.store(index + place, tiles, mask=(full | mixed) != 0)
+        offset = tl.where(full != 0, full_at + tl.cumsum(full, 0), some_at + tl.cumsum(mixed, 0)) - 1
+        tl.store(index + offset, tiles, mask=(full | mixed) != 0)
         some_at += tl.sum(mixed)
         full_at += tl.sum(full)
     tl.store(index, 0, mask=full_at == 0)
@@ -224,29 +224,29 @@ def mark_kernel(ranks, index, count, inners, blocks, CHUNK: tl.constexpr):
     total = tl.maximum(tl.load(count + 2 * row + 1), 1)
     for start in range(0, total, CHUNK):
         # [CHUNK]
-        place = start + tl.arange(0, CHUNK)
-        tile = tl.load(index + row * inners + place, mask=place < total, other=0)
-        tl.store(ranks + row * blocks + tile, 1, mask=place < total)
+        offset = start + tl.arange(0, CHUNK)
+        tile = tl.load(index + row * inners + offset, mask=offset < total, other=0)
+        tl.store(ranks + row * blocks + tile, 1, mask=offset < total)
 
 
 @triton.jit(do_not_specialize=["outers", "blocks"])
 def ranks_kernel(ranks, table, outers, blocks, CHUNK: tl.constexpr):
-    """ranks, of `mark_kernel`, as `block_lists.ranks` says, in place: CHUNK blocks of one head."""
+    """ranks, of `mark_kernel`, as `block_lists.ranks` says, in offset: CHUNK blocks of one head."""
     # [CHUNK]
-    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    head = ranks + tl.program_id(0).to(tl.int64) * outers * blocks + place
-    later = place * 0
+    offset = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    head = ranks + tl.program_id(0).to(tl.int64) * outers * blocks + offset
+    later = offset * 0
     following = outers * 0 - 1  # where the next list's sequence begins in the table
     for i in range(outers):
         number = outers - 1 - i
         rank = later
         row = head + number.to(tl.int64) * blocks
-        mark = tl.load(row, mask=place < blocks, other=0)
+        mark = tl.load(row, mask=offset < blocks, other=0)
         if table is not None:
             total = tl.load(table)
             first = tl.where(number < total, tl.load(table + 3 + 2 * tl.minimum(number, total - 1)), -1)
             later = tl.where(first == following, later, 0)
             rank = tl.where(number < total, later, number - total)
             following = first
-        tl.store(row, rank, mask=place < blocks)
+        tl.store(row, rank, mask=offset < blocks)
         later += mark

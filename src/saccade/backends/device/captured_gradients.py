@@ -16,14 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Saved
-from saccade.backends.device import level_sums, positions, scores
+from saccade.backends.device import bias_sums, positions, scores
 from saccade.backends.device.arguments import precision, tile_arguments
+from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.gradients import aligned_rows, recompute_blocks, recompute_launch, specialised
 from saccade.backends.device.launch import Launch, cached_launch, on_device
-from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.positions import function_positions
 from saccade.backends.device.q_block import (
     TileRange,
+    bias_at,
+    biases_of_keys,
     core_end,
     core_start,
     edge_length,
@@ -31,8 +33,6 @@ from saccade.backends.device.q_block import (
     keys_in_reach,
     kv_head,
     kv_tiles,
-    level_at,
-    levels_of_keys,
     load_k,
     load_q,
     load_v,
@@ -50,13 +50,13 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def in_any_order(total, place, value):
+def in_any_order(total, offset, value):
     """Adds float32."""
-    tl.atomic_add(total + place, value, mask=value != 0, sem="relaxed")
+    tl.atomic_add(total + offset, value, mask=value != 0, sem="relaxed")
 
 
 @triton.jit
-def largest(top, place, value):
+def largest(top, offset, value):
     """The largest size of all values, as the bits of a float32: of those, NaN is the largest."""
     bits = tl.abs(value).to(tl.int32, bitcast=True)
     if len(bits.shape) > 0:
@@ -72,18 +72,18 @@ def unit(top, room):
 
 
 @triton.jit
-def as_integers(total, place, value):
+def as_integers(total, offset, value):
     """Adds multiples of 1 / unit, int64, of which every order gives the same sum. total: sums, a top and its room."""
     whole = tl.floor(value * unit(tl.load(total[1]), plain_int(total[2])) + 0.5)
-    tl.atomic_add(total[0] + place, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
+    tl.atomic_add(total[0] + offset, whole.to(tl.int64), mask=whole != 0, sem="relaxed")
 
 
 @triton.jit
 def _step(
     start, q_tile, dout_tile, rows, kv, block, sums,
-    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr, level,
+    ADD: tl.constexpr, SCATTER: tl.constexpr, shape, MASKED: tl.constexpr, bias,
 ):  # fmt: skip
-    """One tile of keys. rows: their LSE and delta; level: as `weight_gradient` says."""
+    """One tile of keys. rows: their LSE and delta; bias: as `weight_gradient` says."""
     args = block.args
     q_idx = block.q_idx[:, None]
     # [block_k, d], [block_k, d_v]
@@ -94,7 +94,7 @@ def _step(
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
     kv_idx = start + tl.arange(0, shape.BLOCK_K)[None, :]
     lse, delta = rows[0][:, None], rows[1][:, None]
-    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx, MASKED, level=level)
+    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx, MASKED, bias=bias)
     if args.score.placed:
         p, r = function_positions(args.score.data[1], args.b, q_idx, kv_idx)
         SCATTER(ADD, sums, args.score.data[0].data, ds, qk * args.scale, args.b, args.h, p, r)
@@ -116,7 +116,7 @@ def core_from(tiles, core):
 def in_reach(tiles, block, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr):
     """The tiles of keys without those that the main kernel has added up."""
     first, end = keys_in_reach(block.args, block.start // NEAR_Q * NEAR_Q, NEAR_Q, NEAR_K)
-    # Levels are read where the core begins and ends, of an empty one too: it stays among the keys.
+    # Biases are read where the core begins and ends, of an empty one too: it stays among the keys.
     first = within(first, tiles.first, tiles.end)
     end = within(end, first, tiles.end)
     return TileRange(
@@ -135,7 +135,7 @@ def captured_gradients_kernel(
     q, k, v, dout, out, lse, dlse, sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale,
     ADD: tl.constexpr, SCATTER: tl.constexpr, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr, shape,
 ):  # fmt: skip
-    """`ADD(sum, place, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
+    """`ADD(sum, offset, ds · d modified / d tensor)` of every tensor, for one q block of one head. NEAR_Q > 0: only of
     tiles of NEAR_Q rows and NEAR_K keys that are in reach of the score's tables."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
@@ -149,21 +149,21 @@ def captured_gradients_kernel(
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
     out_tile = load_q(out, block, shape.D_V, shape.BLOCK_DV, shape)
     # [block_q]
-    row_lse = tl.load(lse + block.place, mask=block.live, other=float("-inf"))
+    row_lse = tl.load(lse + block.offset, mask=block.live, other=float("-inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), in_units(row_lse, score))  # exp(x - inf) = 0
     row_delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     if dlse is not None:
-        row_delta -= tl.load(dlse + block.place, mask=block.live, other=0.0)
+        row_delta -= tl.load(dlse + block.offset, mask=block.live, other=0.0)
     rows = row_lse, row_delta
     kv = kv_head(k, v, block, shape)
     for step in range(0, edge_length(tiles), shape.BLOCK_K):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, True, None)
-    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
-        level = level_at(tiles, levels, start) if tiles.near is not None else None
-        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, False, level)
+        bias = bias_at(tiles, biases, start) if tiles.near is not None else None
+        _step(start, q_tile, dout_tile, rows, kv, block, sums, ADD, SCATTER, shape, False, bias)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["top"])
@@ -171,13 +171,13 @@ def results_kernel(made, sums, top, room, count, BLOCK: tl.constexpr):
     """made = sums, in made's dtype; of integers with a `top` as `as_integers` adds them. A top of NaN or infinity, of
     which there is no integer, comes out as NaN."""
     # [BLOCK]
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(sums + place, mask=place < count)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(sums + offset, mask=offset < count)
     if top is not None:
         bits = tl.load(top)
         value = (value.to(tl.float64) / unit(bits, plain_int(room)).to(tl.float64)).to(tl.float32)
         value = tl.where(bits >= _INFINITY, float("nan"), value)
-    tl.store(made + place, value.to(made.dtype.element_ty), mask=place < count)
+    tl.store(made + offset, value.to(made.dtype.element_ty), mask=offset < count)
 
 
 # Gradients of the tensors that a score function captures, for every backend that has kernels.
@@ -192,11 +192,12 @@ def gradients(
     launches: Launches,
     saved: Saved,
     fast: bool = False,
-    levels: LevelSums | None = None,
+    biases: BiasSums | None = None,
     made: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Sequence[Tensor | None]:
-    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.record` says;
-    levels: what the main kernel has added up already; made: gradients that it has stored, by the tensors' numbers.
+    """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.device_args`
+    says; biases: what the main kernel has added up already; made: gradients that it has stored, by the tensors'
+    numbers.
 
     A launch of its own: only calls that capture parameters pay for it. Where every score has an element of a tensor to
     itself, its gradient is stored there. Others add up: atomics add float32 sums in any order, and for a deterministic
@@ -210,11 +211,11 @@ def gradients(
     wanted = [want and x.is_floating_point() and i not in made for i, (want, x) in enumerate(given)]
     if not any(wanted):
         return [made.get(i) for i in range(len(wanted))]
-    single = alone(call, score, wanted) if levels is None else frozenset()
+    single = alone(call, score, wanted) if biases is None else frozenset()
     own = {i: torch.zeros(x.shape, dtype=x.dtype, device=x.device) for i, x in enumerate(score.tensors) if i in single}
     shared = [x for i, x in enumerate(score.tensors) if wanted[i] and i not in single]
     with on_device(call.q):
-        launch = _accumulate(call, launches, saved, wanted, single, fast, levels)
+        launch = _accumulate(call, launches, saved, wanted, single, fast, biases)
 
         def accumulate(add: Any, sums: Sequence[Any]) -> None:
             rest = iter(sums)
@@ -277,14 +278,14 @@ def _accumulate(
     wanted: Sequence[bool],
     alone: frozenset[int],
     fast: bool,
-    levels: LevelSums | None,
+    biases: BiasSums | None,
 ) -> Accumulate:
     if call.scoreless:
         return lambda add, sums: None
     blocks, operands = recompute_blocks(call), tensors(call, launches, saved)
     arguments = tile_arguments(call, launches, blocks, fast=fast)
     scatter = scores.scatter(call, wanted, alone, fast)
-    near = (0, 0) if levels is None else (levels.block_q, levels.block_k)
+    near = (0, 0) if biases is None else (biases.block_q, biases.block_k)
     key = tuple(wanted), alone, fast, near, precision(), *specialised(operands[3:5], operands[5:])
 
     def accumulate(add: Any, sums: Sequence[Any]) -> None:
@@ -292,10 +293,10 @@ def _accumulate(
         make = partial(recompute_launch, captured_gradients_kernel, call, *constants)
         launch = cached_launch(launches, ("captured", add, *key), make)
         launch(call.q.device.index, (*operands, tuple(sums), *arguments))
-        if levels is not None:
-            make = partial(level_sums.launch, call, levels, add, wanted, fast)
-            rest = cached_launch(launches, ("levels", *key), make)
-            rest(call.q.device.index, level_sums.arguments(call, levels, sums))
+        if biases is not None:
+            make = partial(bias_sums.launch, call, biases, add, wanted, fast)
+            rest = cached_launch(launches, ("biases", *key), make)
+            rest(call.q.device.index, bias_sums.arguments(call, biases, sums))
 
     return accumulate
 

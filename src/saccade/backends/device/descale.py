@@ -46,7 +46,7 @@ class DescaleArgs(NamedTuple):
     v: Any
 
 
-def record(call: Call) -> DescaleArgs | None:
+def device_args(call: Call) -> DescaleArgs | None:
     """The device form of a Call's descale, if it has one."""
     if call.descale is None:
         return None
@@ -59,8 +59,8 @@ def factor_at(factor, b, h_k, row):
     if not factor.there:
         return 1.0
     else:
-        place = b.to(tl.int64) * plain_int(factor.stride_b) + h_k.to(tl.int64) * plain_int(factor.stride_h)
+        offset = b.to(tl.int64) * plain_int(factor.stride_b) + h_k.to(tl.int64) * plain_int(factor.stride_h)
         if factor.blocked:
             block = tl.minimum(row // SCALE_BLOCK, plain_int(factor.blocks) - 1)
-            place += block.to(tl.int64) * plain_int(factor.stride_n)
-        return tl.load(factor.ptr + place)
+            offset += block.to(tl.int64) * plain_int(factor.stride_n)
+        return tl.load(factor.ptr + offset)

@@ -63,10 +63,10 @@ def empty(call: Call) -> tuple[Any, ...]:
     if b * h_q * length > MOST:
         return ()
     found: list[Any] = []
-    for by_row, by_head in score.program.distance_inputs:
-        shape = b if by_row else 1, h_q if by_head else 1, length
+    for per_batch_row, per_head in score.program.distance_inputs:
+        shape = b if per_batch_row else 1, h_q if per_head else 1, length
         table = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-        strides = table.stride(0) * by_row, table.stride(1) * by_head, REACH.value + s_q + MARGIN
+        strides = table.stride(0) * per_batch_row, table.stride(1) * per_head, REACH.value + s_q + MARGIN
         found += table, *map(runtime_int, strides)
     return tuple(found)
 
@@ -76,13 +76,13 @@ def table_launch(call: Call, n: int, fast: bool) -> Launch:
     score: Any = call.score
     read = list(score.program.distance_reads)[n]
     b, h, _ = empty(call)[FIELDS * n].shape
-    constants = scores.table_value(score, read, fast), scores.table_place(score, read, fast), tl.constexpr(BLOCK)
+    constants = scores.table_value(score, read, fast), scores.table_offset(score, read, fast), tl.constexpr(BLOCK)
     return Launch(table_kernel, (b * h, 1, 1), constants)
 
 
 @triton.jit
 def table_kernel(
-    table, data, h_q, length, zero, VALUE: tl.constexpr, PLACE: tl.constexpr, BLOCK: tl.constexpr
+    table, data, h_q, length, zero, VALUE: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The table of one head, BLOCK distances at a time."""
     h_q, length, zero = plain_int(h_q), plain_int(length), plain_int(zero)
@@ -97,14 +97,14 @@ def table_kernel(
         distance = n - zero
         # [1, block]: a read by distance is what row 0 reads, of keys before the first one too
         tl.store(row + n, VALUE(data, distance, b, h, distance * 0, distance), mask=n < length)
-        place = PLACE(data, distance, b, h, distance * 0, distance)
-        before = PLACE(data, distance, b, h, distance * 0, distance - 1)
-        changed = (place != before) & (n > REACH) & (n < length)
+        offset = OFFSET(data, distance, b, h, distance * 0, distance)
+        before = OFFSET(data, distance, b, h, distance * 0, distance - 1)
+        changed = (offset != before) & (n > REACH) & (n < length)
         first = tl.where(changed, tl.minimum(first, distance), first)
         last = tl.where(changed, distance, last)
     ends = tl.arange(0, 2)[None, :]
     distance = tl.where(ends == 0, REACH, length - 1) - zero
-    level = VALUE(data, distance, b, h, distance * 0, distance)
+    bias = VALUE(data, distance, b, h, distance * 0, distance)
     reach = tl.where(ends == 0, tl.min(first) - 1, tl.max(last))
-    reach = tl.where(tl.abs(level) < LARGEST, reach, tl.where(ends == 0, -FAR, FAR))
+    reach = tl.where(tl.abs(bias) < LARGEST, reach, tl.where(ends == 0, -FAR, FAR))
     tl.store(row + ends, reach.to(tl.float32))

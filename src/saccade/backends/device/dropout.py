@@ -34,14 +34,18 @@ class DeviceDropout(NamedTuple):
     """constexpr"""
 
 
-def record(call: Call) -> DeviceDropout | None:
+def device_args(call: Call) -> DeviceDropout | None:
     """The device form of dropout; None is none."""
     x = call.dropout
     if x is None:
         return None
-    places = positions.record(call)
+    device_positions = positions.device_args(call)
     numbers = x.state, x.threshold - (1 << 31), x.rescale
-    return DeviceDropout(*numbers) if places is None else DeviceDropout(*numbers, places, tl.constexpr(True))
+    return (
+        DeviceDropout(*numbers)
+        if device_positions is None
+        else DeviceDropout(*numbers, device_positions, tl.constexpr(True))
+    )
 
 
 @aggregate

@@ -159,7 +159,7 @@ def _byte_of(words, number: tl.constexpr, dtype: tl.constexpr):
 def _conversion(number, dtype):
     """PTX: bytes `number` and `number + 1` of two words; $0 and $1 have each of them of both words, in float16."""
     kind = "e4m3x2" if dtype == tl.float8e4nv else "e5m2x2"
-    picked = sum(place << 4 * i for i, place in enumerate((number, number + 4, number + 1, number + 5)))
+    picked = sum(offset << 4 * i for i, offset in enumerate((number, number + 4, number + 1, number + 5)))
     return f"""{{
         .reg .b16 x, y; .reg .b32 picked;
         prmt.b32 picked, $2, $3, {picked}; mov.b32 {{x, y}}, picked;

@@ -139,8 +139,8 @@ def sink_kernel(sink, lse, values, dsink, pitch, h_q, s_q, count, sign, BLOCK: t
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        place = ((row // s_q).to(tl.int64) * h_q + h) * s_q + row % s_q
-        row_lse = tl.load(lse + place, mask=row < count, other=float("-inf"))
-        value = tl.load(values + place, mask=row < count, other=0.0)
+        offset = ((row // s_q).to(tl.int64) * h_q + h) * s_q + row % s_q
+        row_lse = tl.load(lse + offset, mask=row < count, other=float("-inf"))
+        value = tl.load(values + offset, mask=row < count, other=0.0)
         total += tl.where(tl.abs(row_lse) == float("inf"), 0.0, tl.exp(own - row_lse) * value)
     tl.store(dsink + h, (sign * tl.sum(total)).to(dsink.dtype.element_ty))

@@ -43,8 +43,8 @@ def number_at(bound, b, q_idx, most):
     if bound.end_to_end:
         row += tl.load(bound.starts + b).to(tl.int32)
     row = tl.maximum(tl.minimum(row, plain_int(bound.length) - 1), 0).to(tl.int64)
-    place = b * plain_int(bound.stride_b).to(tl.int64) + row * plain_int(bound.stride_row)
-    return tl.minimum(tl.maximum(tl.load(bound.numbers + place), -FARTHEST), most).to(tl.int32)
+    offset = b * plain_int(bound.stride_b).to(tl.int64) + row * plain_int(bound.stride_row)
+    return tl.minimum(tl.maximum(tl.load(bound.numbers + offset), -FARTHEST), most).to(tl.int32)
 
 
 @triton.jit

@@ -2,8 +2,8 @@
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
 keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `record`. A predicate is not an interval: its
-hull is everything, and block lists take the place of both (`block_lists.py`).
+functions of their parts, so a new leaf is three functions and a line in `device_args`. A predicate is not an interval:
+its hull is everything, and block lists take the place of both (`block_lists.py`).
 """
 
 # pyright: reportCallIssue=false
@@ -39,7 +39,7 @@ class DeviceMask(NamedTuple):
     """constexpr: `block_lists` say which tiles to visit"""
     block_lists: Any = ()
     """see `saccade.backends.device.block_lists`"""
-    lower: Any = tl.constexpr(True)
+    has_lower_bound: Any = tl.constexpr(True)
     """constexpr: rows may not see the first keys, so that tiles before the core need the mask"""
     ordered: Any = tl.constexpr(True)
     """constexpr: later rows see neither earlier first keys nor earlier last ones"""
@@ -137,10 +137,10 @@ def _prefixes_sees(data, b, h, q_idx, kv_idx, off):
 @triton.jit
 def _documents_of(data, b, idx, off):
     # Rows and keys are the same tokens. A document in pieces has no core.
-    place = _token(data, b, idx)
-    lo = tl.load(data[1] + place)
-    hi = tl.load(data[2] + place)
-    return lo, hi, lo, tl.where(tl.load(data[3] + place) != 0, hi, lo)
+    offset = _token(data, b, idx)
+    lo = tl.load(data[1] + offset)
+    hi = tl.load(data[2] + offset)
+    return lo, hi, lo, tl.where(tl.load(data[3] + offset) != 0, hi, lo)
 
 
 @triton.jit
@@ -227,80 +227,84 @@ _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
 _INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, positions.shifted_sees)
-_ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), lower=FLAGS[False])
+_ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), has_lower_bound=FLAGS[False])
 
 
-def record(call: Call) -> DeviceMask:
+def device_args(call: Call) -> DeviceMask:
     """The device form of a Call's mask; None shows every key. Its constants, parts and all, follow from the mask's
-    identity and `lower`, which the Call's key holds."""
+    identity and `has_lower_bound`, which the Call's key holds."""
     mask = call.mask
     if mask is None:
         return _ALL
-    return _record(mask, FLAGS[mask.lower], call)._replace(ordered=FLAGS[not call.by_row])
+    return _device_args(mask, FLAGS[mask.has_lower_bound], call)._replace(ordered=FLAGS[not call.bounds_per_row])
 
 
-def _record(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask:
-    """The same, with the `lower` of the whole mask, which its parts share."""
-    plain = _leaf(mask, lower, call)
+def _device_args(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
+    """The same, with the `has_lower_bound` of the whole mask, which its parts share."""
+    plain = _leaf(mask, has_lower_bound, call)
     if plain is None:
-        return _combined(mask, lower, call)
+        return _combined(mask, has_lower_bound, call)
     functions = isinstance(mask, masks.MaskMod)
     if call.positions is None and not (call.layout.has_pages and functions):
         return plain
     if isinstance(mask, masks.Documents | masks.TensorMask):  # they count from the first row and key
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
-    return DeviceMask(*shape, plain.exact, (plain, positions.record(call)), lower=lower)
+    return DeviceMask(*shape, plain.exact, (plain, positions.device_args(call)), has_lower_bound=has_lower_bound)
 
 
-def _leaf(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask | None:
+def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | None:
     """A mask without parts, of the numbers of rows and keys; None for one that has parts."""
     match mask:
         case masks.Window():
-            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), lower=lower)
+            return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), has_lower_bound=has_lower_bound)
         case masks.Prefix(n=int(n)):
-            return DeviceMask(*_PREFIX, (runtime_int(n),), lower=lower)
+            return DeviceMask(*_PREFIX, (runtime_int(n),), has_lower_bound=has_lower_bound)
         case masks.Prefix(n=Tensor() as n):
-            return DeviceMask(*_PREFIXES, (n.contiguous(),), lower=lower)
+            return DeviceMask(*_PREFIXES, (n.contiguous(),), has_lower_bound=has_lower_bound)
         case masks.KeyInterval():
-            return _interval_record(mask, lower, call.layout)
+            return _interval_args(mask, has_lower_bound, call.layout)
         case masks.Documents():
             batches, s = mask.ids.shape
             stride = 0 if batches == 1 else s
             tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
             data = (*tensors, runtime_int(stride), runtime_int(s))
-            return DeviceMask(*_DOCUMENTS, data, lower=lower)
+            return DeviceMask(*_DOCUMENTS, data, has_lower_bound=has_lower_bound)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             indices = positions.kind(call) if isinstance(mask, masks.MaskMod) else "numbers"
             keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(call))
-            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), lower=lower)
+            return DeviceMask(keys_of, rows_of, sees, exact, scores.data(predicate), has_lower_bound=has_lower_bound)
     return None
 
 
-def _combined(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask:
+def _combined(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
     match mask:
         case masks.Not():
-            return DeviceMask(*_NOT, (_record(mask.part, lower, call),), lower=lower)
+            return DeviceMask(*_NOT, (_device_args(mask.part, has_lower_bound, call),), has_lower_bound=has_lower_bound)
         case masks.Blocked():
-            return _record(mask.mask, lower, call)
+            return _device_args(mask.mask, has_lower_bound, call)
         case masks.And() | masks.Or():
-            first, *rest = (_record(part, lower, call) for part in mask.parts)
+            first, *rest = (_device_args(part, has_lower_bound, call) for part in mask.parts)
             for other in rest:
                 exact = first.exact.value and other.exact.value
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
-                first = DeviceMask(*functions, (first, other), lower=lower)
+                first = DeviceMask(*functions, (first, other), has_lower_bound=has_lower_bound)
             return first
     raise TypeError(f"no device form of {mask!r}")
 
 
-def _interval_record(mask: masks.KeyInterval, lower: Any, layout: Layout) -> DeviceMask:
+def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout) -> DeviceMask:
     start, stop, starts = mask.start, mask.stop, layout.cu_seqlens_q
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
         bounds = (runtime_int(x + masks.FARTHEST) for x in (start, stop) if not isinstance(x, Tensor))
-        return DeviceMask(*_CONSTANT_INTERVAL, tuple(bounds), lower=lower)
+        return DeviceMask(*_CONSTANT_INTERVAL, tuple(bounds), has_lower_bound=has_lower_bound)
     if mask.open_start:
-        return DeviceMask(*_STOPS, (intervals.Bound.of(stop, starts),), lower=lower)
-    return DeviceMask(*_INTERVAL, (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)), lower=lower)
+        return DeviceMask(*_STOPS, (intervals.Bound.of(stop, starts),), has_lower_bound=has_lower_bound)
+    return DeviceMask(
+        *_INTERVAL,
+        (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)),
+        has_lower_bound=has_lower_bound,
+    )
 
 
 def _predicate(predicate: Traced, indices: str, reached: bool) -> tuple[Any, ...]:

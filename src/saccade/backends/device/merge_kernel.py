@@ -44,12 +44,12 @@ def merge_kernel(
     pointer to the number of rows whose out is written, the first ones, or None: all.
     """
     # [ROWS]
-    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    known = place < rows
+    offset = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    known = offset < rows
     # [ROWS, SPLITS]
     i = tl.arange(0, SPLITS)[None, :]
     there = known[:, None] & (i < splits)
-    lses = finite(tl.load(part_lse + i * rows.to(tl.int64) + place[:, None], mask=there, other=float("-inf")))
+    lses = finite(tl.load(part_lse + i * rows.to(tl.int64) + offset[:, None], mask=there, other=float("-inf")))
     top = tl.max(lses, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - top[:, None]), 1)
@@ -62,7 +62,7 @@ def merge_kernel(
     for at in range(0, splits, CHUNK):
         # [ROWS, CHUNK]
         number = at + tl.arange(0, CHUNK)[None, :]
-        part = number * rows.to(tl.int64) + place[:, None]
+        part = number * rows.to(tl.int64) + offset[:, None]
         found = tl.load(part_lse + part, mask=known[:, None] & (number < splits), other=float("-inf"))
         weight = tl.exp(finite(found) - top[:, None])
         # [ROWS, CHUNK, BLOCK_DV]
@@ -71,17 +71,17 @@ def merge_kernel(
         acc += values * weight[:, :, None]
     # [ROWS, BLOCK_DV]
     merged = tl.sum(acc, 1) / total[:, None]
-    h = place % h_q
-    row = place // h_q % s_q
-    batch = place // h_q // s_q
-    row_place = (batch * h_q + h) * s_q + row
+    h = offset % h_q
+    row = offset // h_q % s_q
+    batch = offset // h_q // s_q
+    row_offset = (batch * h_q + h) * s_q + row
     written = known if end is None else known & (row < tl.load(end))
     mask = written[:, None] & (column < D_V)[None, :]
     tl.store(head(out, batch, h, row)[:, None] + column[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
     if lse is not None:
-        tl.store(lse + row_place, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)), mask=known)
+        tl.store(lse + row_offset, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)), mask=known)
     if max_scores is not None:
-        tops = tl.load(part_max + i * rows.to(tl.int64) + place[:, None], mask=there, other=float("-inf"))
+        tops = tl.load(part_max + i * rows.to(tl.int64) + offset[:, None], mask=there, other=float("-inf"))
         # tl.max leaves a NaN out.
         broken = tl.max((tops != tops).to(tl.int32), 1) > 0
-        tl.store(max_scores + row_place, tl.where(broken, float("nan"), tl.max(tops, 1)), mask=known)
+        tl.store(max_scores + row_offset, tl.where(broken, float("nan"), tl.max(tops, 1)), mask=known)

@@ -191,17 +191,17 @@ def diagonals(x):
 
 
 @triton.jit
-def add_diagonals(ADD: tl.constexpr, target, near_place, far_place, x):
-    """Adds the sums over equal distances at their places. Beyond the reach of a table a whole tile has one place: one
+def add_diagonals(ADD: tl.constexpr, target, near_offset, far_offset, x):
+    """Adds the sums over equal distances at their places. Beyond the reach of a table a whole tile has one offset: one
     addition, where one for each distance would wait for one another."""
-    first = tl.minimum(tl.min(near_place), tl.min(far_place))
-    last = tl.maximum(tl.max(near_place), tl.max(far_place))
+    first = tl.minimum(tl.min(near_offset), tl.min(far_offset))
+    last = tl.maximum(tl.max(near_offset), tl.max(far_offset))
     if first == last:
         ADD(target, first, tl.sum(x))
     else:
         near, far = diagonals(x)
-        ADD(target, near_place, near)
-        ADD(target, far_place, far)
+        ADD(target, near_offset, near)
+        ADD(target, far_offset, far)
 
 
 NAMES = {

@@ -35,10 +35,10 @@ class Offset(NamedTuple):
     """the number plus FARTHEST, a `runtime_int`; a `Bound`; an `Aligned`"""
 
     @staticmethod
-    def of(x: int | Tensor, by_row: bool, starts: Tensor | None) -> Offset:
+    def of(x: int | Tensor, per_row: bool, starts: Tensor | None) -> Offset:
         if not isinstance(x, Tensor):
             return Offset(NUMBER, runtime_int(x + FARTHEST.value))
-        return Offset(ROW if by_row else SEQUENCE, Bound.of(x, starts))
+        return Offset(ROW if per_row else SEQUENCE, Bound.of(x, starts))
 
 
 class Aligned(NamedTuple):
@@ -62,11 +62,11 @@ class DevicePositions(NamedTuple):
     k: Offset
 
 
-def record(call: Call) -> DevicePositions | None:
+def device_args(call: Call) -> DevicePositions | None:
     """What functions of positions take for indices; None stands for the numbers of rows and keys."""
     positions, layout = call.positions, call.layout
     if positions is not None:
-        q = Offset.of(positions.q, positions.by_row, layout.cu_seqlens_q)
+        q = Offset.of(positions.q, positions.per_row, layout.cu_seqlens_q)
         return DevicePositions(q, Offset.of(positions.k, False, None))
     if not layout.has_pages:
         return None
@@ -82,7 +82,7 @@ def kind(call: Call) -> str:
     positions = call.positions
     if positions is None:
         return "positions" if call.layout.has_pages else "numbers"
-    return "rows" if positions.by_row else "positions"
+    return "rows" if positions.per_row else "positions"
 
 
 def reached(call: Call) -> bool:
@@ -339,7 +339,7 @@ def packed_tile(span, item, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
 
 
 @triton.jit
-def place_of(span, item, heads, start, BLOCK: tl.constexpr):
+def table_index(span, item, heads, start, BLOCK: tl.constexpr):
     """Where the tile that `packed_tile` gave for `item` has its place in the table, the first rows of each sequence
     first; packed. Without a tile a program has a place of its own after all of them."""
     number = item // heads
@@ -388,10 +388,10 @@ def order_kernel(tiles, own, other, s, other_s, slots, BLOCK: tl.constexpr, N: t
     for start in range(0, tl.max(blocks, 0), N):
         # [N, N]
         block = start + tl.arange(0, N)[None, :]
-        place = first[:, None] + block
-        there = (block < blocks[:, None]) & (place < slots)
-        tl.store(tiles + 2 + 2 * place, i[:, None] + block * 0, mask=there)
-        tl.store(tiles + 3 + 2 * place, first[:, None] + block * 0, mask=there)
+        offset = first[:, None] + block
+        there = (block < blocks[:, None]) & (offset < slots)
+        tl.store(tiles + 2 + 2 * offset, i[:, None] + block * 0, mask=there)
+        tl.store(tiles + 3 + 2 * offset, first[:, None] + block * 0, mask=there)
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.maximum(tl.minimum(total, slots), 1))
         if total == 0:  # broken offsets: one tile, of which no row is there

@@ -62,7 +62,7 @@ class QBlock:
     """[block_q]"""
     live: Any
     """[block_q]: which rows are in use"""
-    place: Any
+    offset: Any
     """[block_q]: in tensors (b, h, s)"""
 
 
@@ -110,9 +110,9 @@ def q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
         dropout = opened(dropout)
     # [block_q]
     q_idx = start + tl.arange(0, shape.BLOCK_Q)
-    place = bh.to(tl.int64) * s_q + first_q + q_idx
+    offset = bh.to(tl.int64) * s_q + first_q + q_idx
     args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
-    return QBlock(args, batch, start, there, first_q, first_k, q_idx, q_idx < rows, place)
+    return QBlock(args, batch, start, there, first_q, first_k, q_idx, q_idx < rows, offset)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def rescaled(block, scale):
     x = block.args
     args = ScoreArgs(x.b, x.h, x.rows, x.keys, x.off, scale, x.mask, x.score, x.dropout)
     return QBlock(
-        args, block.batch, block.start, block.there, block.first_q, block.first_k, block.q_idx, block.live, block.place
+        args, block.batch, block.start, block.there, block.first_q, block.first_k, block.q_idx, block.live, block.offset
     )
 
 
@@ -136,7 +136,7 @@ def kv_tiles(block, used_q, h_q, shape):
         return TileRange(first, core, core_end, end, block_list, None, None)
     else:
         first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, block.live, args.keys, shape.BLOCK_K)
-        if args.score.flat:
+        if args.score.constant_beyond:
             near, near_end = keys_in_reach(args, block.start, shape.BLOCK_Q, shape.BLOCK_K)
             near, near_end = within(near, core, core_end), within(near_end, core, core_end)
             return TileRange(first, core, core_end, end, None, near, near_end)
@@ -256,32 +256,32 @@ def core_start(mask, tiles, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def levels_of_keys(tiles, args, row, KEYS: tl.constexpr):
+def biases_of_keys(tiles, args, row, KEYS: tl.constexpr):
     """What is added to all scores of a tile of the core before those in reach, and of one after them, where
     `TileRange.near` is not None; zeros where it is."""
     if tiles.near is not None:
         last = tl.maximum(tiles.core_end - KEYS, 0)
-        first = args.score.level(args.score.data, args.b, args.h, row, tiles.core)
-        return first, args.score.level(args.score.data, args.b, args.h, row, last)
+        first = args.score.bias(args.score.data, args.b, args.h, row, tiles.core)
+        return first, args.score.bias(args.score.data, args.b, args.h, row, last)
     else:
         return 0.0, 0.0
 
 
 @triton.jit
-def levels_of_rows(tiles, args, key, ROWS: tl.constexpr):
+def biases_of_rows(tiles, args, key, ROWS: tl.constexpr):
     """The same where tiles are of rows."""
     if tiles.near is not None:
         last = tl.maximum(tiles.core_end - ROWS, 0)
-        first = args.score.level(args.score.data, args.b, args.h, tiles.core, key)
-        return first, args.score.level(args.score.data, args.b, args.h, last, key)
+        first = args.score.bias(args.score.data, args.b, args.h, tiles.core, key)
+        return first, args.score.bias(args.score.data, args.b, args.h, last, key)
     else:
         return 0.0, 0.0
 
 
 @triton.jit
-def level_at(tiles, levels, start):
-    """The level of the core's tile that begins at `start`."""
-    return tl.where(start < tiles.near, levels[0], levels[1])
+def bias_at(tiles, biases, start):
+    """The bias of the core's tile that begins at `start`."""
+    return tl.where(start < tiles.near, biases[0], biases[1])
 
 
 @triton.jit
@@ -292,17 +292,17 @@ def linear_terms(args, q_idx):
     key = within(q_idx + args.off, 0, last)
     zero = q_idx.to(tl.float32) * 0
     pitch = zero + args.score.pitch(args.score.data, args.b, args.h, q_idx, key)
-    level = zero + args.score.level(args.score.data, args.b, args.h, q_idx, key)
+    bias = zero + args.score.bias(args.score.data, args.b, args.h, q_idx, key)
     # The sequence's key nearest to where the score is zero: large numbers that cancel would lose bits.
-    root = key.to(tl.float32) - level / pitch
+    root = key.to(tl.float32) - bias / pitch
     key = within(tl.where(root == root, root, 0.0), 0.0, last.to(tl.float32)).to(tl.int32)
-    return pitch / args.scale, zero + args.score.level(args.score.data, args.b, args.h, q_idx, key), key
+    return pitch / args.scale, zero + args.score.bias(args.score.data, args.b, args.h, q_idx, key), key
 
 
 @triton.jit
 def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
-    """The scores of a tile of keys from `start` on, but for what is added to all of a row, as scale x + level:
-    x [block_q, block_k], one multiply-add for each, and level [block_q]."""
+    """The scores of a tile of keys from `start` on, but for what is added to all of a row, as scale x + bias:
+    x [block_q, block_k], one multiply-add for each, and bias [block_q]."""
     pitch, _, key = terms
     # [1, block_k], from the tile's middle, as what is added to the row rounds what it takes away again
     middle: tl.constexpr = qk.shape[1] // 2
@@ -316,11 +316,11 @@ def linear_scores(qk, args, terms, q_idx, start, MASKED: tl.constexpr):
 
 
 @triton.jit
-def add_linear_level(row_max, row_sum, terms):
+def add_linear_bias(row_max, row_sum, terms):
     """The state of rows with what is added to all of their scores: -inf masks a row, and what is NaN stays NaN."""
-    level = terms[1]
-    row_sum = tl.where((level == float("-inf")) | (row_sum == 0), 0.0, row_sum + level * 0)
-    return row_max + level, row_sum
+    bias = terms[1]
+    row_sum = tl.where((bias == float("-inf")) | (row_sum == 0), 0.0, row_sum + bias * 0)
+    return row_max + bias, row_sum
 
 
 @triton.jit
@@ -357,24 +357,24 @@ def softmax_of_products(qk, factor, row_max, row_sum):
 
 
 @triton.jit
-def flat_softmax(qk, level, args, row_max, row_sum):
-    """`online_softmax` of x = scale qk + level, natural, with a scale from 0 on that is one number: one multiply-add
+def biased_softmax(qk, bias, args, row_max, row_sum):
+    """`online_softmax` of x = scale qk + bias, natural, with a scale from 0 on that is one number: one multiply-add
     for each p."""
-    new_max = tl.maximum(row_max, tl.max(qk, 1) * args.scale + level)
+    new_max = tl.maximum(row_max, tl.max(qk, 1) * args.scale + bias)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(qk * (args.scale * LOG2E) - ((shift - level) * LOG2E)[:, None])
+    p = tl.exp2(qk * (args.scale * LOG2E) - ((shift - bias) * LOG2E)[:, None])
     alpha = tl.exp2((row_max - shift) * LOG2E)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit
 def weight_gradient(
-    qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True, level=None
+    qk, dp, row_lse, row_delta, args, q_idx, kv_idx, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True, bias=None
 ):
     """p after dropout, but for its factor, and ds before the slope of the score function, of one tile. Rows and keys
-    lie whichever way the operands broadcast. ALIGNED: both start at multiples of 16. level: as `level_of_tile` says."""
-    if level is not None:
-        p = tl.exp2(qk * (args.scale * LOG2E) + (level - row_lse) * LOG2E)
+    lie whichever way the operands broadcast. ALIGNED: both start at multiples of 16. bias: as `bias_of_tile` says."""
+    if bias is not None:
+        p = tl.exp2(qk * (args.scale * LOG2E) + (bias - row_lse) * LOG2E)
     else:
         p = power(masked_scores(qk, args, q_idx, kv_idx, MASKED) - row_lse, args.score)
     if args.dropout is None:

@@ -1,8 +1,8 @@
 """What a call did, to be done again: the memory that it allocated, and its launches.
 
-A `Recorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and launch
-kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) have these sizes, kernels, grids and numbers,
-and differ in addresses.
+A `LaunchRecorder` watches one call. If that did nothing but allocate memory, look at it through views, fill it, and
+launch kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) have these sizes, kernels, grids and
+numbers, and differ in addresses.
 
 Triton's launcher goes over all arguments of a kernel, dozens of them, and asks the driver about every pointer. A Replay
 packs the parameters of each kernel once. Later it writes addresses alone, and asks CUDA's driver itself. Memory of a
@@ -39,7 +39,7 @@ _INVALID_CONTEXT = 201
 _MOST_SHARED = 228 << 10
 """Bytes of shared memory from which Triton's launcher sets an attribute."""
 
-Place = tuple[int, int]
+Slot = tuple[int, int]
 """Which of a call's addresses, and how many bytes behind it."""
 
 
@@ -73,25 +73,25 @@ class Replay:
         """What the call returns; None for a result that is an operand. `addresses` are those of its operands; the
         operands live until it returns."""
         results: list[Tensor | None] = []
-        places = [*addresses]
+        slots = [*addresses]
         for x in self.results:
             made = None if x is None else empty(x.shape, x.strides, x.dtype, self.device)
             results.append(made)
-            places.append(0 if made is None else made.data_ptr())
+            slots.append(0 if made is None else made.data_ptr())
         if self.workspace:
             space = empty((self.workspace,), (1,), torch.uint8, self.device)
-            places.append(space.data_ptr())
+            slots.append(space.data_ptr())
         else:
-            places.append(0)
+            slots.append(0)
         if self.counter is not None:
             drawn = self.counter(self.device)
-            places.append(drawn.data_ptr())
+            slots.append(drawn.data_ptr())
         else:
-            places.append(0)
-        places += self.kept_at
+            slots.append(0)
+        slots += self.kept_at
         stream = torch._C._cuda_getCurrentRawStream(self.index)
         for launch in self.launches:
-            launch(self.index, stream, places)
+            launch(self.index, stream, slots)
         return results
 
     def nothing(self) -> Tensor:
@@ -124,7 +124,7 @@ def hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-# Recording.
+# Recording launches.
 
 _aten = torch.ops.aten
 _ALLOCATIONS = {
@@ -156,7 +156,7 @@ class _Started(NamedTuple):
     encodings: Sequence[Encoding]
 
 
-class Recorder(DispatchMode):
+class LaunchRecorder(DispatchMode):
     """Watches a call: `with recorder: …`, in one thread."""
 
     def __init__(self) -> None:
@@ -193,43 +193,43 @@ class Recorder(DispatchMode):
         """What was recorded, of a call that had these operands and returned these results."""
         if self.obstacle or self.compiles or not self.started:
             return None
-        device, places = operands[0].device, _Memory(operands, self.drawn, self.kept)
+        device, slots = operands[0].device, _Memory(operands, self.drawn, self.kept)
         for x in results:
-            if not places.add_result(x, self.allocated):
+            if not slots.add_result(x, self.allocated):
                 self.obstacle = "a result that is a part of a piece of memory"
                 return None
-        places.add_workspace(self.allocated)
+        slots.add_workspace(self.allocated)
         launches: list[PackedLaunch | Fill] = []
         for x in self.started:
             if not isinstance(x, _Started) and not x[0].numel():
                 continue
-            launch = packed(*x, places.find) if isinstance(x, _Started) else Fill.of(*x, places.find)
+            launch = packed(*x, slots.find) if isinstance(x, _Started) else Fill.of(*x, slots.find)
             if launch is None:
                 self.obstacle = f"a launch that cannot be packed: {getattr(x[0], 'name', x[0].__class__)}"
                 return None
             launches.append(launch)
-        made = [None if x is None else _Result(tuple(x.shape), x.stride(), x.dtype) for x in places.results]
+        made = [None if x is None else _Result(tuple(x.shape), x.stride(), x.dtype) for x in slots.results]
         counter = None if self.drawn is None else self.drawn[1]
-        return Replay(device, made, places.workspace, launches, counter, self.kept)
+        return Replay(device, made, slots.workspace, launches, counter, self.kept)
 
 
-def new_recorder() -> Recorder | None:
+def new_launch_recorder() -> LaunchRecorder | None:
     """None where nothing is compiled, where there is no driver to be asked, and while a CUDA graph is captured, for
     which memory lies elsewhere."""
     if knobs.runtime.interpret or driver() is None or torch.cuda.is_current_stream_capturing():
         return None
-    return Recorder()
+    return LaunchRecorder()
 
 
-def current() -> Recorder | None:
-    """The Recorder that watches this thread."""
+def current() -> LaunchRecorder | None:
+    """The LaunchRecorder that watches this thread."""
     return getattr(_state, "recorder", None)
 
 
 def note_launch(
     compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], encodings: Sequence[Encoding] = ()
 ) -> None:
-    """Tells the Recorder, if there is one, of a launch; `compiled` None: of one that compiles."""
+    """Tells the LaunchRecorder, if there is one, of a launch; `compiled` None: of one that compiles."""
     recorder = current()
     if recorder is not None:
         recorder.started.append(_Started(compiled, grid, arguments, encodings))
@@ -282,7 +282,7 @@ class _Memory:
                 self.in_workspace[_memory(x)] = x, self.workspace
                 self.workspace += -(-x.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
 
-    def find(self, x: Tensor) -> Place | None:
+    def find(self, x: Tensor) -> Slot | None:
         """The place of a kernel's argument; None where it is not known, or may be in one operand or another."""
         own = [i for i, y in enumerate(self.operands) if _same_memory(x, y) and _is_within(x, y)]
         if own:  # a key holds which operands have one address
@@ -342,7 +342,7 @@ class Parameter(NamedTuple):
 
     value: bytes
     """as long as the parameter; of an address, or a tensor map of one, any"""
-    place: Place | None = None
+    slot: Slot | None = None
 
 
 def packed(
@@ -350,7 +350,7 @@ def packed(
     grid: tuple[int, int, int],
     arguments: Sequence[Any],
     encodings: Sequence[Encoding],
-    place: Callable[[Tensor], Place | None],
+    slot: Callable[[Tensor], Slot | None],
 ) -> PackedLaunch | None:
     """The launch of a compiled kernel with these arguments, of which tensors are found by their places; None where
     Triton's own launcher has to do it.
@@ -364,7 +364,7 @@ def packed(
     plain = type(run).__name__ == "CudaLauncher" and not any(asks)
     if not plain or blocks != 1 or shared > _MOST_SHARED or metadata.launch_cooperative_grid or driver() is None:
         return None
-    parameters = [*_parameters(compiled.src.signature.values(), arguments, iter(encodings), place)]
+    parameters = [*_parameters(compiled.src.signature.values(), arguments, iter(encodings), slot)]
     if None in parameters:
         return None
     sizes = *grid, 32 * warps, 1, 1, shared
@@ -372,14 +372,14 @@ def packed(
 
 
 def _parameters(
-    signature: Any, arguments: Sequence[Any], encodings: Iterator[Encoding], place: Callable[[Tensor], Place | None]
+    signature: Any, arguments: Sequence[Any], encodings: Iterator[Encoding], slot: Callable[[Tensor], Slot | None]
 ) -> Iterator[Parameter | None]:
     """Those of the compiled kernel, one by one; None for what is not known here."""
     for kind, x in zip(signature, arguments, strict=True):
         if isinstance(kind, tuple):
-            yield from _parameters(kind, x, encodings, place)
+            yield from _parameters(kind, x, encodings, slot)
         elif kind.startswith("tensordesc"):
-            found, encoding = place(x.base), next(encodings, None)
+            found, encoding = slot(x.base), next(encodings, None)
             value = None if found is None or encoding is None else _tensor_map(encoding, x.base.data_ptr())
             if value is None or encoding is None:
                 yield None
@@ -388,7 +388,7 @@ def _parameters(
             yield from (Parameter(struct.pack("<i", n)) for n in encoding.shape)
             yield from (Parameter(struct.pack("<q", n)) for n in encoding.strides)
         elif kind.startswith("*"):
-            found = None if x is None else place(x)
+            found = None if x is None else slot(x)
             yield None if x is not None and found is None else Parameter(bytes(_VALUE_BYTES), found)
         elif kind != "constexpr":
             # struct raises for floats beyond float32, which Triton rounds to infinity.
@@ -423,16 +423,16 @@ class PackedLaunch:
 class Fill(NamedTuple):
     """Sets bytes: what `zeros` and `fill_` do."""
 
-    place: Place
+    slot: Slot
     pattern: int
     width: int
     """Bytes of the pattern: 1, 2 or 4"""
     elements: int
 
     @staticmethod
-    def of(x: Tensor, number: Any, place: Callable[[Tensor], Place | None]) -> Fill | None:
+    def of(x: Tensor, number: Any, slot: Callable[[Tensor], Slot | None]) -> Fill | None:
         """None for what is no whole piece of memory, and for numbers of more than 4 bytes that are not 0."""
-        found, size = place(x), x.element_size()
+        found, size = slot(x), x.element_size()
         dense = x.numel() == 1 + sum((n - 1) * m for n, m in zip(x.shape, x.stride(), strict=True))
         if found is None or driver() is None or not x.numel() or not dense or isinstance(number, Tensor):
             return None
@@ -444,7 +444,7 @@ class Fill(NamedTuple):
     def __call__(self, device: int, stream: int, addresses: Sequence[int]) -> None:
         fill = {1: driver().cuMemsetD8Async, 2: driver().cuMemsetD16Async, 4: driver().cuMemsetD32Async}[self.width]
         arguments = (
-            ctypes.c_void_p(addresses[self.place[0]] + self.place[1]),
+            ctypes.c_void_p(addresses[self.slot[0]] + self.slot[1]),
             self.pattern,
             ctypes.c_size_t(self.elements),
         )
@@ -478,11 +478,11 @@ class _Frame:
         pointer = (ctypes.c_uint64 * len(parameters)).from_address(base + pointers)
         for i, x in enumerate(parameters):
             at = base + values + _VALUE_BYTES * i
-            if len(x.value) == _MAP_BYTES and x.place is not None:
+            if len(x.value) == _MAP_BYTES and x.slot is not None:
                 at = base + _MAP_BYTES * len(self.maps)
-                self.maps.append((at, *x.place))
-            elif x.place is not None:
-                self.cells.append((ctypes.c_uint64.from_address(at), *x.place))
+                self.maps.append((at, *x.slot))
+            elif x.slot is not None:
+                self.cells.append((ctypes.c_uint64.from_address(at), *x.slot))
             _write(at, x.value)
             pointer[i] = at
         function = ctypes.c_void_p(launch.compiled.function)
@@ -494,8 +494,8 @@ class _Frame:
             for cell, i, offset in self.cells:
                 cell.value = addresses[i] + offset
             replace = self.driver.cuTensorMapReplaceAddress
-            for place, i, offset in self.maps:
-                if error := replace(place, addresses[i] + offset):
+            for slot, i, offset in self.maps:
+                if error := replace(slot, addresses[i] + offset):
                     return error
             self.addresses = addresses
         self.stream.value = stream
@@ -521,9 +521,9 @@ def _tensor_map(encoding: Encoding, address: int) -> bytes | None:
     others than encoding does."""
     there, elsewhere = (_bytes_of(encoding.encode(x, *encoding.fill)) for x in (address, address + _FURTHER))
     copy = ctypes.create_string_buffer(2 * _MAP_BYTES)
-    place = -(-ctypes.addressof(copy) // _MAP_BYTES) * _MAP_BYTES
-    ctypes.memmove(place, elsewhere, _MAP_BYTES)
-    same = not driver().cuTensorMapReplaceAddress(place, address) and ctypes.string_at(place, _MAP_BYTES) == there
+    slot = -(-ctypes.addressof(copy) // _MAP_BYTES) * _MAP_BYTES
+    ctypes.memmove(slot, elsewhere, _MAP_BYTES)
+    same = not driver().cuTensorMapReplaceAddress(slot, address) and ctypes.string_at(slot, _MAP_BYTES) == there
     return there if same and there != elsewhere else None
 
 
@@ -545,6 +545,6 @@ def _enter(device: int) -> None:
 
 
 def _raise(error: int, of: str) -> None:
-    told = ctypes.c_char_p()
-    driver().cuGetErrorString(error, ctypes.byref(told))
-    raise RuntimeError(f"CUDA refused {of}: {(told.value or b'unknown error').decode()} ({error})")
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(error, ctypes.byref(text))
+    raise RuntimeError(f"CUDA refused {of}: {(text.value or b'unknown error').decode()} ({error})")

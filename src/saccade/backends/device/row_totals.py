@@ -40,7 +40,7 @@ def row_totals_kernel(
     block = q_block(used_q, used_k, mask, score, None, h_q, s_q, s_k, scale, shape)
     args = block.args
     # [block_q]
-    row_lse = tl.load(lse + block.place, mask=block.live, other=0.0)
+    row_lse = tl.load(lse + block.offset, mask=block.live, other=0.0)
     large = (tl.abs(row_lse) > LARGE) & (tl.abs(row_lse) < float("inf"))
     needed = tl.max(large.to(tl.int32), 0)
 
@@ -70,8 +70,8 @@ def row_totals_kernel(
     tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape).to(tl.float32) * share[:, None]
     store_q(weighted, block, tile, shape.D_V, shape.BLOCK_DV, shape)
     if dlse is not None:
-        row = tl.load(dlse + block.place, mask=block.live, other=0.0)
-        tl.store(weighted_dlse + block.place, row * share, mask=block.q_idx < block.there)
+        row = tl.load(dlse + block.offset, mask=block.live, other=0.0)
+        tl.store(weighted_dlse + block.offset, row * share, mask=block.q_idx < block.there)
 
 
 # Gradients of rows whose scores are so large that log(total) is lost in their LSE, for backends that have kernels.
@@ -84,7 +84,7 @@ def row_totals_kernel(
 
 def divide_gradients(call: Call, launches: Launches, saved: Saved, fast: bool = False) -> Saved:
     """dout and dlse divided by what the probabilities of their row add up to. Scores that no function changes, or that
-    a softcap bounds, are not so large. `fast` is as `scores.record` says."""
+    a softcap bounds, are not so large. `fast` is as `scores.device_args` says."""
     if not isinstance(call.score, Traced) or call.scoreless:
         return saved
     dlse = None if saved.dlse is None else saved.dlse.contiguous()

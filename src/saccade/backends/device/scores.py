@@ -37,19 +37,19 @@ class DeviceScore(NamedTuple):
     """(data) -> inside, outside: numbers with apply(score) = outside core(inside score); outside > 0"""
     core: Any
     """(data, score, b, h, q_idx, kv_idx) -> score; what is left of apply when the scale takes in what is linear"""
-    vast: Any
+    large_scores: Any
     """constexpr: the core's values may be so large that their products are off by whole numbers, as where it masks keys
     by -1e9"""
-    steady: Any
+    unit_slope: Any
     """constexpr: the slope is 1 everywhere"""
     linear: Any
     """constexpr: modified = score + pitch kv_idx + what belongs to the row"""
     pitch: Any
     """(data, b, h, q_idx, kv_idx) -> pitch; kv_idx is not used"""
-    level: Any
+    bias: Any
     """(data, b, h, q_idx, kv_idx) -> modified score of 0"""
-    flat: Any
-    """constexpr: modified = score + level, one number beyond the reach of its tables; it is not linear then, and level
+    constant_beyond: Any
+    """constexpr: modified = score + bias, one number beyond the reach of its tables; it is not linear then, and bias
     takes one row and one key"""
     reach: Any
     """(data, b, h) -> low and high: the distances kv_idx - q_idx beyond which that is so, both inclusive"""
@@ -115,8 +115,8 @@ def _no_reach(data, b, h):
     return -FAR, FAR
 
 
-_NEVER_FLAT = constants(False, _no_reach)
-_NOT_LINEAR = *constants(False, _none, _none), *_NEVER_FLAT
+_NEVER_BEYOND = constants(False, _no_reach)
+_NOT_LINEAR = *constants(False, _none, _none), *_NEVER_BEYOND
 _SAME = DeviceScore(*constants(_same, _one, True, _no_parts, _same, False, True), *_NOT_LINEAR, ())
 _CORE = False, _softcap_parts, _softcap_core, False, False
 _SOFTCAP = {
@@ -140,21 +140,21 @@ def _placed_slope(data, score, b, h, q_idx, kv_idx):
 _PLACED = constants(_placed_apply, _placed_slope, False, _no_parts, _placed_apply, True)
 
 
-def record(call: Call, fast: bool = False, tables: Sequence[Any] = (), brought: int | None = None) -> DeviceScore:
+def device_args(call: Call, fast: bool = False, tables: Sequence[Any] = (), tma_tile: int | None = None) -> DeviceScore:
     """The device form of a Call's score modification. All kernels of a call are to have the same tanh: `fast`, or to
-    float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. brought: a captured
+    float32's accuracy, as the backward takes exp(score - lse). tables: see `distance_tables`. tma_tile: a captured
     tensor of which `core` and `slope` take a tile behind all other data."""
     score = call.score
-    places = positions.record(call) if isinstance(score, scores.Traced) else None
-    plain = unplaced(score, fast, positions.kind(call), tables, positions.reached(call), brought)
-    if places is None:
+    device_positions = positions.device_args(call) if isinstance(score, scores.Traced) else None
+    plain = unplaced(score, fast, positions.kind(call), tables, positions.reached(call), tma_tile)
+    if device_positions is None:
         return plain
-    return DeviceScore(*_PLACED, plain.steady, *_NOT_LINEAR, (plain, places), FLAGS[True])
+    return DeviceScore(*_PLACED, plain.unit_slope, *_NOT_LINEAR, (plain, device_positions), FLAGS[True])
 
 
 def unplaced(
     score: scores.Score | None, fast: bool = False, indices: str = "numbers", tables: Sequence[Any] = (),
-    reached: bool = False, brought: int | None = None,
+    reached: bool = False, tma_tile: int | None = None,
 ) -> DeviceScore:  # fmt: skip
     """The device form of a score modification that takes its indices as they come; None is the identity."""
     match score:
@@ -163,16 +163,16 @@ def unplaced(
         case scores.Softcap():
             return DeviceScore(*_SOFTCAP[fast], (score.cap,))
         case scores.Traced():
-            options = form(score, fast, indices, reached)._replace(tables=bool(tables), brought=brought)
+            options = form(score, fast, indices, reached)._replace(tables=bool(tables), tma_tile=tma_tile)
             return DeviceScore(*_emitted(score, options), (*data(score), *tables))
     raise TypeError(f"no device form of {score!r}")
 
 
-def plainly(score: DeviceScore) -> DeviceScore:
+def without_shortcuts(score: DeviceScore) -> DeviceScore:
     """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
     that a score is linear."""
     no = FLAGS[False]
-    return score._replace(identity=no, vast=FLAGS[True], linear=no, flat=no)
+    return score._replace(identity=no, large_scores=FLAGS[True], linear=no, constant_beyond=no)
 
 
 def unit(score: scores.Score | None) -> float:
@@ -182,13 +182,13 @@ def unit(score: scores.Score | None) -> float:
 
 def weight(call: Call, score: DeviceScore) -> str:
     """What the Call's score function costs a kernel in this form: nothing that is not measured with it; "linear",
-    one multiply-add; "traced", some arithmetic; "table", one load for every score too; "flat", the same in few
+    one multiply-add; "traced", some arithmetic; "table", one load for every score too; "beyond", the same in few
     tiles."""
     if not isinstance(call.score, scores.Traced):
         return ""
     if source.reads_tiles(call.score.program):
-        inside = call.mask is not None and (call.mask.lower or call.mask.listed)
-        return "flat" if score.flat.value and not inside else "table"
+        inside = call.mask is not None and (call.mask.has_lower_bound or call.mask.block_sparse)
+        return "beyond" if score.constant_beyond.value and not inside else "table"
     return "linear" if score.linear.value else "traced"
 
 
@@ -228,16 +228,16 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
     emitted = score.program.emitted
     if key not in emitted:
         values = jit(source.value_source(score.program, key))
-        apply, steady = values["apply"], source.steady(score.program)
+        apply, unit_slope = values["apply"], source.unit_slope(score.program)
         linear = _NOT_LINEAR
         if text := linear_source(score.program, key):
             lines = jit(text)
-            linear = *constants(True, lines["pitch"], lines["level"]), *_NEVER_FLAT
+            linear = *constants(True, lines["pitch"], lines["bias"]), *_NEVER_BEYOND
         elif key.tables and has_plateaus(score.program):
             lines = jit(plateau_source(score.program, key))
-            linear = *constants(False, _none, lines["level"]), *constants(True, lines["reach"])
-        vast = not linear[0].value
-        emitted[key] = *constants(apply, values["slope"], False, _no_parts, apply, vast, steady), *linear
+            linear = *constants(False, _none, lines["bias"]), *constants(True, lines["reach"])
+        large_scores = not linear[0].value
+        emitted[key] = *constants(apply, values["slope"], False, _no_parts, apply, large_scores, unit_slope), *linear
     return emitted[key]
 
 
@@ -253,12 +253,12 @@ def scatter(call: Call, wanted: Sequence[bool], alone: frozenset[int] = frozense
     return score.program.emitted[key]
 
 
-def level_scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
+def bias_scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = False) -> Any:
     """constexpr: what adds sums of ds that belong to one distance each."""
     options = form(score, fast, "positions")
-    key = "levels", options, tuple(wanted)
+    key = "biases", options, tuple(wanted)
     if key not in score.program.emitted:
-        text = source.level_scatter_source(score.program, options, wanted)
+        text = source.bias_scatter_source(score.program, options, wanted)
         score.program.emitted[key] = tl.constexpr(jit(text)["scatter"])
     return score.program.emitted[key]
 
@@ -268,9 +268,9 @@ def table_value(score: scores.Traced, read: int, fast: bool = False) -> Any:
     return _table_functions(score, read, fast)["value"]
 
 
-def table_place(score: scores.Traced, read: int, fast: bool = False) -> Any:
+def table_offset(score: scores.Traced, read: int, fast: bool = False) -> Any:
     """constexpr: where it reads, in a contiguous tensor."""
-    return _table_functions(score, read, fast)["place"]
+    return _table_functions(score, read, fast)["offset"]
 
 
 def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, A
     key = "table", options, read
     if key not in score.program.emitted:
         text = source.table_source(score.program, options, score.program.distance_reads[read])
-        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "place")}
+        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "offset")}
     return score.program.emitted[key]
 
 

@@ -29,7 +29,7 @@ def head(x, b, h, first=0):
 
 
 @triton.jit
-def places(x, base, start, N: tl.constexpr, BLOCK_D: tl.constexpr):
+def pointers(x, base, start, N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers [N, BLOCK_D] to rows [start, start + N) of one head."""
     n = tl.arange(0, N)
     d = tl.arange(0, BLOCK_D)
@@ -47,17 +47,17 @@ def load_tile(
     """Rows [start, start + N) of one head, zero from `stop` on (if CHECK) and beyond column D. With D > BLOCK_D the
     tile has BLOCK_D of the columns, from the first one on, where `base` is."""
     # [N, BLOCK_D]
-    place = places(x, base, start, N, BLOCK_D)
+    offset = pointers(x, base, start, N, BLOCK_D)
     row = (start + tl.arange(0, N) < stop)[:, None]
     column = (first_column + tl.arange(0, BLOCK_D) < D)[None, :]
     if CHECK and D % BLOCK_D != 0:
-        return tl.load(place, mask=row & column, other=0.0)
+        return tl.load(offset, mask=row & column, other=0.0)
     elif CHECK:
-        return tl.load(place, mask=row, other=0.0)
+        return tl.load(offset, mask=row, other=0.0)
     elif D % BLOCK_D != 0:
-        return tl.load(place, mask=column, other=0.0)
+        return tl.load(offset, mask=column, other=0.0)
     else:
-        return tl.load(place)
+        return tl.load(offset)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def store_tile(x, base, start, stop, value, N: tl.constexpr, D: tl.constexpr, BL
     """Writes rows [start, min(start + N, stop)) of one head, columns below D, as `load_tile` reads them."""
     row = (start + tl.arange(0, N) < stop)[:, None]
     column = (first_column + tl.arange(0, BLOCK_D) < D)[None, :]
-    tl.store(places(x, base, start, N, BLOCK_D), value.to(x.ptr.dtype.element_ty), mask=row & column)
+    tl.store(pointers(x, base, start, N, BLOCK_D), value.to(x.ptr.dtype.element_ty), mask=row & column)
 
 
 @triton.jit
@@ -171,10 +171,10 @@ def largest(row_max, row_sum, live):
 
 
 @triton.jit
-def store_largest(max_scores, place, there, row_max, row_sum, score, live):
+def store_largest(max_scores, offset, there, row_max, row_sum, score, live):
     """Writes max_scores, if they are asked for: the maxima of keys alone, before `add_sink`."""
     if max_scores is not None:
-        tl.store(max_scores + place, largest(natural(row_max, score), row_sum, live), mask=there)
+        tl.store(max_scores + offset, largest(natural(row_max, score), row_sum, live), mask=there)
 
 
 @triton.jit

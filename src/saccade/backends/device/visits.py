@@ -95,10 +95,10 @@ def hulls_kernel(hulls, row_lo, row_hi, mask, used_q, used_k, s_q, s_k, n_q, blo
         else:
             tile = seq * n_q + start // TILE
             block = seq * blocks
-        place = block.to(tl.int64) * BLOCK_Q + q_idx
+        offset = block.to(tl.int64) * BLOCK_Q + q_idx
         own = q_idx < tl.cdiv(rows, BLOCK_Q) * BLOCK_Q  # a tile may reach beyond its sequence's smaller blocks
-        tl.store(row_lo + place, tl.where(seeing, lo, 0), mask=own)
-        tl.store(row_hi + place, tl.where(seeing, hi, 0), mask=own)
+        tl.store(row_lo + offset, tl.where(seeing, lo, 0), mask=own)
+        tl.store(row_hi + offset, tl.where(seeing, hi, 0), mask=own)
         entry = hulls + 4 * tile.to(tl.int64)
         tl.store(entry, tl.min(tl.where(seeing, lo, FAR)))
         tl.store(entry + 1, tl.max(tl.where(seeing, hi, 0)))
@@ -158,12 +158,14 @@ def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> D
     """The mask with a table of visits, for kernels whose programs own keys and take `block_q` rows at a time. The table
     knows whole tiles of rows, so tiles of scores outside the core ask which pairs are visible."""
     s_q, s_k = call.q.shape[2], call.k.shape[2]
-    spans = by_row = by_key = positions.spans(call)
+    spans = row_spans = key_spans = positions.spans(call)
     packed = spans[1] is not None and spans[1].packed.value
     if packed:
         b, n_q, n_k = 1, *(positions.slots(call, side, MASK_TILE) for side in (0, 1))
         blocks = positions.slots(call, 0, block_q) + 1
-        by_row, by_key = (positions.spans(call, positions.table(call, launches, side, MASK_TILE)) for side in (0, 1))
+        row_spans, key_spans = (
+            positions.spans(call, positions.table(call, launches, side, MASK_TILE)) for side in (0, 1)
+        )
     else:
         b, n_q, n_k, blocks = (
             call.q.shape[0],
@@ -175,10 +177,10 @@ def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> D
     if b * n_q:
         key = "hulls", block_q
         launch = cached_launch(launches, key, lambda: Launch(hulls_kernel, (b * n_q, 1, 1), (block_q,), warps=1))
-        launch(device.index, (hulls, lo, hi, mask, *by_row, s_q, s_k, n_q, blocks))
+        launch(device.index, (hulls, lo, hi, mask, *row_spans, s_q, s_k, n_q, blocks))
     if b * n_k:
         launch = cached_launch(launches, "visits", lambda: Launch(visits_kernel, (b * n_k, 1, 1), (CHUNK,), warps=1))
-        launch(device.index, (table, hulls, *by_key, s_q, s_k, n_q, n_k))
+        launch(device.index, (table, hulls, *key_spans, s_q, s_k, n_q, n_k))
     keys_at: Tensor = spans[1].starts if packed else table  # pyright: ignore[reportOptionalMemberAccess]
     return _with_table(mask, table, keys_at, packed, lo, hi)
 
@@ -186,7 +188,7 @@ def visited(call: Call, launches: Launches, mask: DeviceMask, block_q: int) -> D
 def _with_table(mask: DeviceMask, table: Tensor, keys_at: Tensor, packed: bool, lo: Tensor, hi: Tensor) -> DeviceMask:
     b, n_k, _ = table.shape
     made = Visits(table, runtime_int(n_k if b > 1 else 0), runtime_int(n_k), keys_at, FLAGS[packed], lo, hi)
-    return DeviceMask(*_FUNCTIONS, FLAGS[False], (mask, made), lower=mask.lower, bounded=mask.exact)
+    return DeviceMask(*_FUNCTIONS, FLAGS[False], (mask, made), has_lower_bound=mask.has_lower_bound, bounded=mask.exact)
 
 
 _FUNCTIONS = tl.constexpr(_keys_of), tl.constexpr(_rows_of), tl.constexpr(_sees)

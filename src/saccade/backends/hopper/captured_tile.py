@@ -41,9 +41,9 @@ class CapturedTile(NamedTuple):
 class CapturedTileArgs(NamedTuple):
     """Where kernels find a head's scores in the descriptor of such a tensor."""
 
-    by_row: Any
+    per_batch_row: Any
     """constexpr: each batch row has its own"""
-    by_head: Any
+    per_head: Any
     """constexpr: each query head has its own"""
 
 
@@ -71,8 +71,8 @@ def like(tile: CapturedTile, memory: Tensor, call: Call) -> CapturedTile | None:
 def _tile(number: int, x: Tensor, indices: tuple[str | None, ...]) -> CapturedTile | None:
     if (rows := _by_scores(x, indices)) is None:
         return None
-    by_row, by_head = (FLAGS[name in indices and rows.shape[i] > 1] for i, name in enumerate(("b", "h")))
-    return CapturedTile(number, rows, CapturedTileArgs(by_row, by_head))
+    per_batch_row, per_head = (FLAGS[name in indices and rows.shape[i] > 1] for i, name in enumerate(("b", "h")))
+    return CapturedTile(number, rows, CapturedTileArgs(per_batch_row, per_head))
 
 
 def _by_scores(x: Tensor, indices: tuple[str | None, ...]) -> Tensor | None:
@@ -152,7 +152,7 @@ def _memory(call: Call, tile: CapturedTile) -> tuple[Tensor, bool]:
     x, layout, s_k = score.tensors[tile.number], call.layout, call.k.shape[2]
     all_of_it = x.numel() == call.q.shape[:3].numel() * s_k
     visited = call.mask is None and layout.seqused_q is None and layout.seqused_k is None
-    listed = call.mask is not None and call.mask.listed
-    clears = all_of_it and not visited and not listed and s_k % UNIT.value == 0
+    block_sparse = call.mask is not None and call.mask.block_sparse
+    clears = all_of_it and not visited and not block_sparse and s_k % UNIT.value == 0
     make = torch.empty if all_of_it and (visited or clears) else torch.zeros
     return make(x.shape, dtype=x.dtype, device=x.device), clears

@@ -107,10 +107,10 @@ def uniform(number):
 
 
 @gluon.constexpr_function
-def _count_text(order, told):
+def _count_text(order, announces):
     return (
         "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
-        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; {_TELL if told else ''}}}"
+        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; {_TELL if announces else ''}}}"
     )
 
 

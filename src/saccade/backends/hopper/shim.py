@@ -51,8 +51,8 @@ start_next, wait_for_last = gdc_launch_dependents, gdc_wait
 @gl_core.builtin
 def tma_reduce_add(desc, coord, src, _semantic=None):
     """Adds a tile of shared memory to global memory, in bulk: without a public name until 3.8."""
-    place = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, place, src.handle)
+    offset = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, offset, src.handle)
 
 
 # Where all warps of a group meet: renamed in 3.7.

@@ -76,7 +76,7 @@ class TMALaunch:
         self.encoded = _EncodedLaunch.of(compiled, self.shapes) if self.shapes else None
 
     def _note(self, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
-        """Tells a Recorder of the launch."""
+        """Tells a LaunchRecorder of the launch."""
         given = *self._arguments(operands, arguments, *scale), *self.constants.values()
         encodings = []
         if (encoded := self.encoded) is not None:

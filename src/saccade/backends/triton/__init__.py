@@ -75,6 +75,6 @@ def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.triton import launch
 
     saved = row_totals.divide_gradients(call, launches, saved)
-    levels = launch.level_sums_of(call, saved)
-    gradients = launch.backward(call, launches, saved, levels=levels)
-    return *gradients, captured_gradients.gradients(call, launches, saved, levels=levels)
+    biases = launch.bias_sums_of(call, saved)
+    gradients = launch.backward(call, launches, saved, biases=biases)
+    return *gradients, captured_gradients.gradients(call, launches, saved, biases=biases)

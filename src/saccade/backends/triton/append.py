@@ -15,7 +15,7 @@ from saccade.backends import Append
 from saccade.backends.device.descale import DescaleArgs, FactorArgs
 from saccade.backends.device.launch import Launch, on_device
 from saccade.backends.device.records import TensorArgs, runtime_int
-from saccade.backends.device.replay import new_recorder as recorder
+from saccade.backends.device.replay import new_launch_recorder as recorder
 from saccade.backends.triton.append_kernel import Angles, AppendShape, append_kernel
 from saccade.backends.triton.paged import many, page_table
 from saccade.backends.triton.paged_tiles import PageTable
@@ -58,10 +58,10 @@ def arguments(call: Append, rotated: Tensor | None) -> tuple[Any, ...]:
     if call.rotary is not None:
         angles = Angles(call.rotary.cos, call.rotary.sin, runtime_int(call.rotary.cos.shape[0]))
     heads = new.shape[-2], 0 if q is None else q.shape[-2]
-    return *rows, *queries, *_places(layout, view(call.k_cache)), angles, descale, *heads, new.shape[-3]
+    return *rows, *queries, *_slots(layout, view(call.k_cache)), angles, descale, *heads, new.shape[-3]
 
 
-def _places(layout: Paged | CacheSlots, cache: Tensor) -> tuple[Any, ...]:
+def _slots(layout: Paged | CacheSlots, cache: Tensor) -> tuple[Any, ...]:
     """What says where rows go: starts, used, slots, positions, pages."""
     if isinstance(layout, Paged):
         starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()

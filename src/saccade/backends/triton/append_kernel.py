@@ -112,7 +112,7 @@ def _by_length(token, s, starts, used, pages, shape):
 
 
 @triton.jit
-def _places(x, outer, row, h, column):
+def _pointers(x, outer, row, h, column):
     """Pointers [heads, columns] to one row of all heads of (outer, h, rows, d)."""
     base = outer.to(tl.int64) * plain_int(x.stride_b) + row.to(tl.int64) * plain_int(x.stride_s)
     return x.ptr + (base + h[:, None].to(tl.int64) * plain_int(x.stride_h)) * x.unit + column[None, :]
@@ -137,12 +137,12 @@ def _bytes(x, factor, shape):
 @triton.jit
 def _copy(made, new, page, row, at, h, column, there, factor, shape):
     """Columns of a row, as they are or as 8 bits; zero if the row is not known."""
-    x = tl.load(_places(new, at.batch, at.i, h, column), mask=there)
+    x = tl.load(_pointers(new, at.batch, at.i, h, column), mask=there)
     if factor is not None:
         x = _bytes(x, factor, shape)
     else:
         x = tl.where(at.known, x, 0.0)
-    tl.store(_places(made, page, row, h, column), x, mask=there)
+    tl.store(_pointers(made, page, row, h, column), x, mask=there)
 
 
 @triton.jit
@@ -162,16 +162,16 @@ def _turn(made, new, page, row, at, h, live, angles, factor, shape):
         t = tl.load(angles.sin + angle, mask=pair < shape.PAIRS, other=0.0).to(WIDE)[None, :]
         # [heads, BLOCK_P]
         turning = live & inside
-        x = tl.load(_places(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(WIDE)
-        y = tl.load(_places(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(WIDE)
+        x = tl.load(_pointers(new, at.batch, at.i, h, one), mask=turning, other=0.0).to(WIDE)
+        y = tl.load(_pointers(new, at.batch, at.i, h, two), mask=turning, other=0.0).to(WIDE)
         first = tl.where(at.known, x * c - y * t, 0.0)
         second = tl.where(at.known, y * c + x * t, 0.0)
         if factor is not None:
             first = _bytes(first, factor, shape)
             second = _bytes(second, factor, shape)
         dtype = made.ptr.dtype.element_ty
-        tl.store(_places(made, page, row, h, one), first.to(dtype), mask=turning)
-        tl.store(_places(made, page, row, h, two), second.to(dtype), mask=turning)
+        tl.store(_pointers(made, page, row, h, one), first.to(dtype), mask=turning)
+        tl.store(_pointers(made, page, row, h, two), second.to(dtype), mask=turning)
     column = tl.arange(0, shape.BLOCK_D)
     if 2 * shape.PAIRS < shape.D:
         rest = live & ((column >= 2 * shape.PAIRS) & (column < shape.D))[None, :]

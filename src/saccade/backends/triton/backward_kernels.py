@@ -21,15 +21,15 @@ from saccade.backends.device.positions import extent, numbered, tile_of
 from saccade.backends.device.q_block import (
     ScoreArgs,
     TileRange,
+    bias_at,
+    biases_of_keys,
+    biases_of_rows,
     core_end,
     core_start,
     edge_length,
     edge_start,
     kv_head,
     kv_tiles,
-    level_at,
-    levels_of_keys,
-    levels_of_rows,
     load_k,
     load_q,
     load_v,
@@ -78,19 +78,19 @@ def delta_kernel(
     out_tile = load_tile(out, head(out, b, h), start, rows, BLOCK_Q, D_V, BLOCK_DV, True).to(tl.float32)
     # [block_q]
     q_idx = start + tl.arange(0, BLOCK_Q)
-    place = bh.to(tl.int64) * s_q + q_idx
+    offset = bh.to(tl.int64) * s_q + q_idx
     row = tl.sum(dout_tile * out_tile, 1)
     if dlse is not None:
-        row -= tl.load(dlse + place, mask=q_idx < rows, other=0.0)
-    row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
-    tl.store(delta + place, row, mask=q_idx < s_q)
-    tl.store(shift + place, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
+        row -= tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
+    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
+    tl.store(delta + offset, row, mask=q_idx < s_q)
+    tl.store(shift + offset, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
 
 
 @triton.jit
 def _apply_slope(ds, qk, args, q_idx, kv_idx):
     """ds after the slope of the score function. The operands broadcast in either orientation."""
-    if not args.score.steady:  # at masked scores the slope may be anything
+    if not args.score.unit_slope:  # at masked scores the slope may be anything
         slope = args.score.slope(args.score.data, qk * args.scale, args.b, args.h, q_idx, kv_idx)
         ds = tl.where(ds == 0, 0.0, ds * slope)
     return ds
@@ -108,10 +108,10 @@ def key_sums(wanted, shape, BLOCK_D: tl.constexpr):
 @triton.jit
 def dkdv_step(
     dk, dv, start, k_tile, v_tile, kv_idx, rows, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True,
-    level=None,
+    bias=None,
 ):  # fmt: skip
     """One tile of query rows, transposed: dk [block_k, d], dv [block_k, d_v], or as `key_sums` says. v_tile: None where
-    dk is not wanted. ALIGNED and level: as `weight_gradient` says."""
+    dk is not wanted. ALIGNED and bias: as `weight_gradient` says."""
     # [block_q, d], [block_q, d_v]
     q_tile = load_tile(rows.q, rows.first_q, start, args.rows, shape.BLOCK_Q, shape.D, shape.BLOCK_D, MASKED)
     dout_tile = load_tile(
@@ -132,7 +132,7 @@ def dkdv_step(
     else:
         dp = tl.dot(v_tile, tl.trans(dout_tile), input_precision=shape.PRECISION)
     p, ds = weight_gradient(
-        qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED, level
+        qk, dp, row_lse[None, :], row_delta[None, :], args, q_idx[None, :], kv_idx[:, None], MASKED, ALIGNED, bias
     )
     if dv.shape[0] > 1:
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
@@ -199,13 +199,13 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
             first, core, stop, end, block_list = block_list_range(mask, b, h, number, shape.BLOCK_Q)
         else:
             block_list = None
-        if score.flat and not mask.block_sparse:
+        if score.constant_beyond and not mask.block_sparse:
             near, near_end = rows_in_reach(args, start_k, shape.BLOCK_Q, shape.BLOCK_K)
             near, near_end = within(near, core, stop), within(near_end, core, stop)
             tiles = TileRange(first, core, stop, end, block_list, near, near_end)
         else:
             tiles = TileRange(first, core, stop, end, block_list, None, None)
-        levels = levels_of_rows(tiles, args, start_k, shape.BLOCK_Q)
+        biases = biases_of_rows(tiles, args, start_k, shape.BLOCK_Q)
         for step in tl.range(
             0, edge_length(tiles), shape.BLOCK_Q, num_stages=table_stages(tiles.near is not None, shape.BLOCK_D)
         ):
@@ -213,9 +213,9 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
             dk_sum, dv_sum = dkdv_step(dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, True)
         for step in range(core, core_end(tiles), shape.BLOCK_Q):
             start = core_start(mask, tiles, step, shape.BLOCK_Q)
-            level = level_at(tiles, levels, start) if tiles.near is not None else None
+            bias = bias_at(tiles, biases, start) if tiles.near is not None else None
             dk_sum, dv_sum = dkdv_step(
-                dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False, level=level
+                dk_sum, dv_sum, start, k_tile, v_tile, kv_idx, gradients, args, shape, False, bias=bias
             )
     # Keys that are not in use get zeros.
     if dk is not None:
@@ -227,9 +227,9 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
 @triton.jit
 def _dq_step(
     sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape,
-    MASKED: tl.constexpr, LEVELS: tl.constexpr, level,
+    MASKED: tl.constexpr, BIASES: tl.constexpr, bias,
 ):  # fmt: skip
-    """One tile of keys: dq [block_q, d]; and if LEVELS the sums of each row's ds in tiles behind which, and before
+    """One tile of keys: dq [block_q, d]; and if BIASES the sums of each row's ds in tiles behind which, and before
     which, the tables of the score do not reach, [block_q] each."""
     dq, behind, before = sums
     # [block_k, d], [block_k, d_v]
@@ -241,9 +241,9 @@ def _dq_step(
     kv_idx = start + tl.arange(0, shape.BLOCK_K)
     args, q_idx = block.args, block.q_idx[:, None]
     lse, delta = row_lse[:, None], row_delta[:, None]
-    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx[None, :], MASKED, level=level)
+    _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx[None, :], MASKED, bias=bias)
     ds = _apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
-    if LEVELS:
+    if BIASES:
         low, high = args.score.reach(args.score.data, args.b, args.h)
         total = tl.sum(ds, 1)
         behind += tl.where(start + shape.BLOCK_K - 1 - block.start <= low, total, 0.0)
@@ -253,19 +253,19 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def dq_kernel(
-    q, k, v, dout, dq, shift, delta, level_sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
+    q, k, v, dout, dq, shift, delta, bias_sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
 ):  # fmt: skip
-    """dq = scale ds k for one q block of one head; and level_sums (b, h_q, q blocks, 2, BLOCK_Q): each row's sums of ds
+    """dq = scale ds k for one q block of one head; and bias_sums (b, h_q, q blocks, 2, BLOCK_Q): each row's sums of ds
     in tiles behind and before which the tables of the score do not reach, or None."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
-    row_lse = tl.load(shift + block.place, mask=block.live, other=float("inf"))
-    row_delta = tl.load(delta + block.place, mask=block.live, other=0.0)
+    row_lse = tl.load(shift + block.offset, mask=block.live, other=float("inf"))
+    row_delta = tl.load(delta + block.offset, mask=block.live, other=0.0)
     kv = kv_head(k, v, block, shape)
-    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     behind = tl.zeros([shape.BLOCK_Q], tl.float32)
     sums = dq_sum, behind, behind
@@ -274,20 +274,20 @@ def dq_kernel(
     ):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         sums = _dq_step(
-            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True, level_sums is not None, None
+            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, True, bias_sums is not None, None
         )
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
-        level = level_at(tiles, levels, start) if tiles.near is not None else None
+        bias = bias_at(tiles, biases, start) if tiles.near is not None else None
         sums = _dq_step(
-            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False, level_sums is not None, level
+            sums, start, q_tile, dout_tile, row_lse, row_delta, kv, block, shape, False, bias_sums is not None, bias
         )
     dq_sum, behind, before = sums
-    if level_sums is not None:
+    if bias_sums is not None:
         number = (block.args.b * h_q + block.args.h).to(tl.int64) * tl.cdiv(s_q, shape.BLOCK_Q)
-        place = (number + block.start // shape.BLOCK_Q) * (2 * shape.BLOCK_Q) + tl.arange(0, shape.BLOCK_Q)
-        tl.store(level_sums + place, behind)
-        tl.store(level_sums + place + shape.BLOCK_Q, before)
+        offset = (number + block.start // shape.BLOCK_Q) * (2 * shape.BLOCK_Q) + tl.arange(0, shape.BLOCK_Q)
+        tl.store(bias_sums + offset, behind)
+        tl.store(bias_sums + offset + shape.BLOCK_Q, before)
     dq_sum = tl.where(block.live[:, None], dq_sum * scale, 0.0)
     store_q(dq, block, dq_sum, shape.D, shape.BLOCK_D, shape)
 

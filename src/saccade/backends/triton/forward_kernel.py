@@ -17,16 +17,16 @@ from saccade.backends.device.eight_bits import (
     widened,
 )
 from saccade.backends.device.q_block import (
-    add_linear_level,
+    add_linear_bias,
+    bias_at,
+    biased_softmax,
+    biases_of_keys,
     core_end,
     core_start,
     edge_length,
     edge_start,
-    flat_softmax,
     kv_head,
     kv_tiles,
-    level_at,
-    levels_of_keys,
     linear_scores,
     linear_terms,
     load_k,
@@ -72,9 +72,9 @@ def _weighted(acc, p, alpha, v_tile, start, descale, block, shape, BYTES: tl.con
 @triton.jit
 def _step(
     state, start, q_tile, kv, block, descale, shape,
-    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, level, terms,
+    MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, bias, terms,
 ):  # fmt: skip
-    """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. level: what
+    """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. bias: what
     a tile beyond the reach of the score's tables adds to all of its scores, or None; terms: `linear_terms`, or None."""
     acc, row_max, row_sum = state
     args = block.args
@@ -91,12 +91,12 @@ def _step(
     if RISING and args.score.identity and descale is None and not MASKED:
         p, alpha, row_max, row_sum = softmax_of_products(qk, args.scale * LOG2E, row_max, row_sum)
     elif terms is not None:
-        x, row_level = linear_scores(qk, args, terms, block.q_idx, start, MASKED)
-        p, alpha, row_max, row_sum = flat_softmax(x, row_level, args, row_max, row_sum)
-    elif level is not None and RISING and descale is None:
-        p, alpha, row_max, row_sum = flat_softmax(qk, level, args, row_max, row_sum)
-    elif level is not None:
-        p, alpha, row_max, row_sum = online_softmax(qk * args.scale + level, row_max, row_sum, args.score)
+        x, row_bias = linear_scores(qk, args, terms, block.q_idx, start, MASKED)
+        p, alpha, row_max, row_sum = biased_softmax(x, row_bias, args, row_max, row_sum)
+    elif bias is not None and RISING and descale is None:
+        p, alpha, row_max, row_sum = biased_softmax(qk, bias, args, row_max, row_sum)
+    elif bias is not None:
+        p, alpha, row_max, row_sum = online_softmax(qk * args.scale + bias, row_max, row_sum, args.score)
     else:
         x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
         p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
@@ -143,20 +143,20 @@ def forward_kernel(
     ):
         start = edge_start(mask, tiles, step, shape.BLOCK_K)
         state = _step(state, start, q_tile, kv, block, descale, shape, True, BYTES, RISING, None, terms)
-    levels = levels_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
+    biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     for step in range(tiles.core, core_end(tiles), shape.BLOCK_K):
         start = core_start(mask, tiles, step, shape.BLOCK_K)
-        level = level_at(tiles, levels, start) if tiles.near is not None else None
-        state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, level, terms)
+        bias = bias_at(tiles, biases, start) if tiles.near is not None else None
+        state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, bias, terms)
     acc, row_max, row_sum = state
     if terms is not None:
-        row_max, row_sum = add_linear_level(row_max, row_sum, terms)
+        row_max, row_sum = add_linear_bias(row_max, row_sum, terms)
 
     stored = block.q_idx < block.there
-    told = stored  # once, where several programs have columns of the same rows
+    owned = stored  # once, where several programs have columns of the same rows
     if shape.D_V > shape.BLOCK_DV:
-        told = block.q_idx < tl.where(kv.column == 0, block.there, 0)
-    store_largest(max_scores, block.place, told, row_max, row_sum, score, live)
+        owned = block.q_idx < tl.where(kv.column == 0, block.there, 0)
+    store_largest(max_scores, block.offset, owned, row_max, row_sum, score, live)
     acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, True)
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, block.args.b, h // shape.GROUP)
@@ -166,4 +166,4 @@ def forward_kernel(
     store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape, kv.column)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
-        tl.store(lse + block.place, row_lse, mask=told)
+        tl.store(lse + block.offset, row_lse, mask=owned)

@@ -13,9 +13,9 @@ from torch import Tensor
 from saccade.backends import Launches, Outputs, Saved, configs
 from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
+from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised
 from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
-from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, TensorArgs
 from saccade.backends.triton.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel, ranges_dkdv_kernel
 from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, config
@@ -38,22 +38,22 @@ def forward(call: Call, launches: Launches, lse: bool = True, tiles: Tiles | Non
         with on_device(q):
             operands = (operand(call, launches, name) for name in ("q", "k", "v"))
             sink = None if call.sink is None else call.sink.contiguous()
-            tensors = (*operands, operand(call, launches, "out", out), row_lse, top, sink, descale.record(call))
+            tensors = (*operands, operand(call, launches, "out", out), row_lse, top, sink, descale.device_args(call))
             _launch("forward", call, launches, tensors, tiles)
     return out, row_lse, top
 
 
-def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
+def bias_sums_of(call: Call, saved: Saved) -> BiasSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     if call.scoreless:
         return None
     tile = _config("dq", call)
     blocks = -(-call.q.shape[2] // tile.block_q)
-    return LevelSums.of(call, saved, (tile.block_q, tile.block_k), blocks, tile.block_q)
+    return BiasSums.of(call, saved, (tile.block_q, tile.block_k), blocks, tile.block_q)
 
 
 def backward(
-    call: Call, launches: Launches, saved: Saved, tiles: Tiles | None = None, levels: LevelSums | None = None
+    call: Call, launches: Launches, saved: Saved, tiles: Tiles | None = None, biases: BiasSums | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = call.q, call.k, call.v
@@ -80,7 +80,7 @@ def backward(
             _launch("dv", call, launches, (*operands, None, sums[1], shift, delta), tiles)
         else:
             _launch("dkdv", call, launches, (*operands, *sums, shift, delta), tiles)
-        own = None if levels is None else levels.sums
+        own = None if biases is None else biases.sums
         _launch("dq", call, launches, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
     return dq, dk, dv, sink_gradient(call, launches, saved, delta)
 
@@ -125,7 +125,7 @@ def _launch(name: str, call: Call, launches: Launches, tensors: tuple[Any, ...],
 def _tile_arguments(name: str, call: Call, launches: Launches, tile: TileConfig) -> tuple[Any, ...]:
     by_keys = name in BY_KEYS
     if by_keys and call.layout.starts_k is not None:  # its programs own no sequence's block
-        return common_arguments(call, masks.record(call))
+        return common_arguments(call, masks.device_args(call))
     return tile_arguments(call, launches, (tile.block_q, tile.block_k), by_keys)
 
 

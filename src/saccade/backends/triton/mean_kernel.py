@@ -55,8 +55,8 @@ def mean_parts_kernel(x, parts, span, sizes, shape):
     if not (tl.sum(total * 0.0, 0) < INFINITY):  # some are infinite, or no number
         total = _sums(x, base, start, used, shape, True)
     d = tl.arange(0, BLOCK_D)
-    place = parts + ((b.to(tl.int64) * tiles + number) * groups + h) * shape.D + d
-    tl.store(place, total, mask=d < shape.D)
+    offset = parts + ((b.to(tl.int64) * tiles + number) * groups + h) * shape.D + d
+    tl.store(offset, total, mask=d < shape.D)
 
 
 @triton.jit
@@ -68,9 +68,9 @@ def mean_kernel(parts, made, span, sizes, shape):
     sequence = tl.program_id(0) // heads
     h = tl.program_id(0) % heads
     _, first, _, used = extent(span, sequence, s)
-    place = sequence.to(tl.int64) * tiles
+    offset = sequence.to(tl.int64) * tiles
     if is_packed(span):
-        place = blocks_before(span, sequence, first, BLOCK * PARTS).to(tl.int64)
+        offset = blocks_before(span, sequence, first, BLOCK * PARTS).to(tl.int64)
     count = tl.cdiv(used, BLOCK * PARTS)
     BLOCK_D: tl.constexpr = shape.WIDTH * shape.CHUNKS
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -79,14 +79,14 @@ def mean_kernel(parts, made, span, sizes, shape):
         # [32, BLOCK_D]
         n = start + tl.arange(0, 32)
         there = (n < count)[:, None] & (d < shape.D)[None, :]
-        total += tl.sum(tl.load(parts + ((place + n[:, None]) * heads + h) * shape.D + d[None, :], there, 0.0), 0)
+        total += tl.sum(tl.load(parts + ((offset + n[:, None]) * heads + h) * shape.D + d[None, :], there, 0.0), 0)
     total = tl.div_rn(total, tl.maximum(used, 1).to(tl.float32) + tl.zeros_like(total))
-    place = made + tl.program_id(0).to(tl.int64) * shape.D
+    offset = made + tl.program_id(0).to(tl.int64) * shape.D
     if shape.MIXED == 1:
-        tl.store(place + d, total, mask=d < shape.D)
+        tl.store(offset + d, total, mask=d < shape.D)
     else:
         for start in range(0, shape.D, 16):
             column = start + tl.arange(0, 16)
             # [BLOCK_D, 16]
             turned = tl.sum(total[:, None] * signs(d, column, shape.MIXED), 0) * shape.FACTOR
-            tl.store(place + column, turned, mask=column < shape.D)
+            tl.store(offset + column, turned, mask=column < shape.D)

@@ -231,8 +231,8 @@ def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ..
     flags = FLAGS[call.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
     flags = *flags, FLAGS[eight_bits.converts(q.device)], UNITS[split.slices]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
-    records = page_table(layout, k), numbers, masks.record(call), scores.record(call)
-    records = *records, descale.record(call)
+    records = page_table(layout, k), numbers, masks.device_args(call), scores.device_args(call)
+    records = *records, descale.device_args(call)
     sink = None if call.sink is None else call.sink.contiguous()
     return sink, *positions.spans(call), *records, q.shape[1], q.shape[2], call.scale
 

@@ -108,22 +108,22 @@ def _step(acc, row_max, row_sum, page, start, q_tiles, kv, q_idx, args, shape, M
 
 
 @triton.jit
-def _query_tiles(place, live, shape):
-    """Rows of q at `place` [block_q, 1], and their columns after the first BLOCK_D, or the same again."""
+def _query_tiles(offset, live, shape):
+    """Rows of q at `offset` [block_q, 1], and their columns after the first BLOCK_D, or the same again."""
     columns = tl.arange(0, shape.BLOCK_D)[None, :]
-    q_tile = tl.load(place + columns, mask=live & (columns < shape.D), other=0.0)
+    q_tile = tl.load(offset + columns, mask=live & (columns < shape.D), other=0.0)
     if shape.REST > 0:
         columns = shape.BLOCK_D + tl.arange(0, shape.REST)[None, :]
-        return q_tile, tl.load(place + columns, mask=live & (columns < shape.D), other=0.0)
+        return q_tile, tl.load(offset + columns, mask=live & (columns < shape.D), other=0.0)
     else:
         return q_tile, q_tile  # a tuple from a function holds no None on Triton 3.6
 
 
 @triton.jit
-def _store_nothing(x, place, there):
+def _store_nothing(x, offset, there):
     """-inf [block_q] for rows without a visible key in this part, if x is asked for."""
     if x is not None:
-        tl.store(x + place, tl.full(place.shape, float("-inf"), tl.float32), mask=there)
+        tl.store(x + offset, tl.full(offset.shape, float("-inf"), tl.float32), mask=there)
 
 
 @triton.jit
@@ -167,19 +167,19 @@ def paged_kernel(
     first, core, core_end, end = tile_range(lo, hi, core_lo, core_hi, live, keys, shape.BLOCK_K)
     if SPLIT:
         parts = plain_int(split.splits)
-        place = part.to(tl.int64) * plain_int(split.rows) + (batch * s_q + first_q + q_idx) * h_q + h
+        offset = part.to(tl.int64) * plain_int(split.rows) + (batch * s_q + first_q + q_idx) * h_q + h
         if split.fair:
             portion = share(mask, used_q, used_k, heads, s_q, pages, split, shape, N, LEAST)
             parts = tl.minimum(parts, tl.maximum(tl.cdiv((end - first) // shape.BLOCK_K, portion), 1))
         if part >= parts:
-            _store_nothing(lse, place, q_idx < there)
-            _store_nothing(max_scores, place, q_idx < there)
+            _store_nothing(lse, offset, q_idx < there)
+            _store_nothing(max_scores, offset, q_idx < there)
             return
         tiles = (end - first) // shape.BLOCK_K
         end = first + (part + 1) * tiles // parts * shape.BLOCK_K
         first += part * tiles // parts * shape.BLOCK_K
     else:
-        place = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
+        offset = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
 
     # [block_q, d]
     q_tile, q_rest = _query_tiles(head(q, batch, h, first_q + q_idx)[:, None], live[:, None], shape)
@@ -209,7 +209,7 @@ def paged_kernel(
         acc, row_max, row_sum, page = _step(acc, row_max, row_sum, page, start, q_tiles, kv, row_idx, args, shape, True)
 
     acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)
-    store_largest(max_scores, place, q_idx < there, row_max, row_sum, score, live)
+    store_largest(max_scores, offset, q_idx < there, row_max, row_sum, score, live)
     acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, part == 0)
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = values(acc, descale, b, head_k)
@@ -217,10 +217,10 @@ def paged_kernel(
     columns = tl.arange(0, shape.BLOCK_DV)[None, :]
     stored = _written(split, q_idx, live, there)[:, None] & (columns < shape.D_V)
     if SPLIT:
-        tl.store(out + place[:, None] * shape.D_V + columns, acc, mask=stored)
+        tl.store(out + offset[:, None] * shape.D_V + columns, acc, mask=stored)
     else:
-        out_place = head(out, batch, h, first_q + q_idx)[:, None] + columns
-        tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=stored)
+        out_pointers = head(out, batch, h, first_q + q_idx)[:, None] + columns
+        tl.store(out_pointers, acc.to(out.ptr.dtype.element_ty), mask=stored)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
-        tl.store(lse + place, row_lse, mask=q_idx < there)
+        tl.store(lse + offset, row_lse, mask=q_idx < there)

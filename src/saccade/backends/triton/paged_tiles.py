@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.records import aggregate, plain_int
-from saccade.backends.device.tiles import head, places
+from saccade.backends.device.tiles import head, pointers
 
 AHEAD = tl.constexpr(16)
 """Rows of a page from which the numbers of the pages of a tile, if it has several, are fetched ahead."""
@@ -127,13 +127,13 @@ def load_rows(
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)
     if kv.slices == 1 and _in_one_page(kv.size, BLOCK_K):
-        place = places(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
+        offset = pointers(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
     else:
-        place = tl.expand_dims(_rows(x, page, kv, start, BLOCK_K), -1) + d
+        offset = tl.expand_dims(_rows(x, page, kv, start, BLOCK_K), -1) + d
     there = tl.expand_dims(start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys, -1)
     if D < FIRST + BLOCK_D:
         there = there & (d + FIRST < D)
-    return tl.load(place + FIRST, mask=there, other=0.0)
+    return tl.load(offset + FIRST, mask=there, other=0.0)
 
 
 @triton.jit
@@ -142,8 +142,8 @@ def load_columns(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLO
     shared memory 4 bytes at a time."""
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)[:, None]
-    place = _rows(x, page, kv, start, BLOCK_K)[:, None, :] + d
+    offset = _rows(x, page, kv, start, BLOCK_K)[:, None, :] + d
     there = (start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys)[:, None, :]
     if D < BLOCK_D:
         there = there & (d < D)
-    return tl.load(place, mask=there, other=0.0)
+    return tl.load(offset, mask=there, other=0.0)

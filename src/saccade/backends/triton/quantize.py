@@ -17,7 +17,7 @@ from saccade.backends.device.eight_bits import converts
 from saccade.backends.device.launch import Launch, multiprocessors, on_device
 from saccade.backends.device.positions import spans_of
 from saccade.backends.device.records import TensorArgs, runtime_int
-from saccade.backends.device.replay import new_recorder as recorder
+from saccade.backends.device.replay import new_launch_recorder as recorder
 from saccade.backends.triton import quantize_kernel as kernels
 from saccade.backends.triton.mean_kernel import PARTS, mean_kernel, mean_parts_kernel
 from saccade.backends.triton.quantize_kernel import QuantizeShape, QuantizeSizes

@@ -271,12 +271,12 @@ def _loaded(x, at, h, shape):
         stride = stride.to(tl.int64)
     row = row_of(shape)
     column = column_of(shape)
-    place = head(x, at.batch, h, at.first) + at.start * stride * x.unit
-    place = place + ((row * (stride * x.unit))[:, None] + column)
+    offset = head(x, at.batch, h, at.first) + at.start * stride * x.unit
+    offset = offset + ((row * (stride * x.unit))[:, None] + column)
     there = (at.start + row < at.used)[:, None]
     if shape.D < shape.WIDTH * shape.CHUNKS:
         there = there & (column < shape.D)
-    return tl.load(place, mask=there, other=0.0)
+    return tl.load(offset, mask=there, other=0.0)
 
 
 @triton.jit
@@ -379,21 +379,21 @@ def _store(out, at, x, shape):
     stride = plain_int(out.stride_s)
     if shape.KEYS_FIRST:
         # out is (b, h, d, s).
-        place = head(out, at.batch, at.h) + at.first + at.start
-        place = place + (column.to(tl.int64) * stride * out.unit + row[:, None])
+        offset = head(out, at.batch, at.h) + at.first + at.start
+        offset = offset + (column.to(tl.int64) * stride * out.unit + row[:, None])
         d = column < shape.D
         if at.start + shape.ROWS <= at.stop:  # without a mask for rows, neighbours are written at once
-            tl.store(place, code, mask=d)
+            tl.store(offset, code, mask=d)
         else:
-            tl.store(place, code, mask=there & d)
+            tl.store(offset, code, mask=there & d)
     else:
         if out.wide:
             stride = stride.to(tl.int64)
-        place = head(out, at.batch, at.h, at.first) + at.start * stride * out.unit
-        place = place + ((row * (stride * out.unit))[:, None] + column)
+        offset = head(out, at.batch, at.h, at.first) + at.start * stride * out.unit
+        offset = offset + ((row * (stride * out.unit))[:, None] + column)
         if shape.D < shape.WIDTH * shape.CHUNKS:
             there = there & (column < shape.D)
-        tl.store(place, code, mask=there)
+        tl.store(offset, code, mask=there)
 
 
 @triton.jit
@@ -402,8 +402,8 @@ def _store_shift(shift, x, mean, at, sizes, shape):
     total = of_rows(tl.sum(x * _of_head(mean, at, sizes, shape), 1), shape)
     row = at.start + tl.arange(0, shape.ROWS)
     s = plain_int(sizes.s)
-    place = shift + (at.batch.to(tl.int64) * plain_int(sizes.heads) + at.h) * s + at.first + row
-    tl.store(place, tl.where(row < at.used, total, 0.0), mask=row < at.stop)
+    offset = shift + (at.batch.to(tl.int64) * plain_int(sizes.heads) + at.h) * s + at.first + row
+    tl.store(offset, tl.where(row < at.used, total, 0.0), mask=row < at.stop)
 
 
 @triton.jit
@@ -420,8 +420,8 @@ def largest_kernel(x, mean, found, span, sizes, shape):
     integers; found holds zeros."""
     at = _block_at(tl.program_id(0), tl.num_programs(0), span, sizes, shape, False)
     largest = _largest(_values(x, mean, at, at.h, sizes, shape))
-    place = found + _entry(at, sizes, shape)
-    tl.atomic_max(place, largest.to(tl.int32, bitcast=True), mask=at.known & (largest > 0), sem="relaxed")
+    offset = found + _entry(at, sizes, shape)
+    tl.atomic_max(offset, largest.to(tl.int32, bitcast=True), mask=at.known & (largest > 0), sem="relaxed")
 
 
 @triton.jit
@@ -439,14 +439,14 @@ def _quantized(at, x, out, mean, found, descale, shift, sizes, shape):
                     largest = tl.maximum(largest, _largest(_values(x, mean, other, other.h, sizes, shape)))
                 values = _values(x, mean, at, at.h, sizes, shape)
         blocks = plain_int(sizes.blocks)
-        place = _entry(at, sizes, shape) * blocks + at.number
+        offset = _entry(at, sizes, shape) * blocks + at.number
         mine = at.known & (at.number < blocks)
     else:
         largest = tl.load(found + _entry(at, sizes, shape), mask=at.known, other=0).to(tl.float32, bitcast=True)
-        place = _entry(at, sizes, shape)
+        offset = _entry(at, sizes, shape)
         mine = at.known & (at.number == 0)
     factor = _factor(largest, shape)
-    tl.store(descale + place, factor, mask=mine & (at.member == 0))
+    tl.store(descale + offset, factor, mask=mine & (at.member == 0))
     if shape.PER == BY_BLOCK:  # of a sequence that is longer than it may be, bytes without a factor
         factor = tl.where(mine | (not at.known), factor, float("nan"))
     if shift is not None:

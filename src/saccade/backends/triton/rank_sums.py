@@ -34,8 +34,8 @@ def rank_sums_kernel(parts, table, sums, rows, WIDTH: tl.constexpr, PLACES: tl.c
         at = tl.load(table + i * rows + row).to(tl.int64)
         there = column < tl.where(at >= 0, WIDTH, 0)
         total += tl.load(parts[i] + at * WIDTH + column, mask=there, other=0.0).to(wide)
-    place = sums + row.to(tl.int64) * WIDTH + column
-    tl.store(place, total.to(sums.dtype.element_ty), mask=column < WIDTH)
+    pointers = sums + row.to(tl.int64) * WIDTH + column
+    tl.store(pointers, total.to(sums.dtype.element_ty), mask=column < WIDTH)
 
 
 # The gradients of rows that several ranks had, added up by the one that owns them: one launch.
@@ -63,8 +63,8 @@ def rank_sums(parts: Sequence[Tensor], table: Tensor, like: Tensor) -> Tensor:
 _launches: BoundedCache[Any, Launch] = BoundedCache(256)
 
 
-def prepare(sums: Tensor, places: int) -> Launch:
+def prepare(sums: Tensor, rows: int) -> Launch:
     width = sums.shape[1:].numel()
     block = min(next_power_of_2(width), 1024)
     grid = sums.shape[0], -(-width // block), 1
-    return Launch(rank_sums_kernel, grid, (width, places, block))
+    return Launch(rank_sums_kernel, grid, (width, rows, block))

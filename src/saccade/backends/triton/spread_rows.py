@@ -87,10 +87,10 @@ def spread_rows(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: 
 _launches: BoundedCache[Any, Launch] = BoundedCache(256)
 
 
-def prepare(keys: Tensor, values: Tensor, places: int) -> Launch:
+def prepare(keys: Tensor, values: Tensor, most_rows: int) -> Launch:
     heads, d, d_v = keys.shape[1], keys.shape[2], values.shape[2]
     width = heads * max(d, d_v)
     block = min(next_power_of_2(width), ELEMENTS)
     rows = ELEMENTS // block
     grid = -(-keys.shape[0] // rows), -(-width // block), 2
-    return Launch(spread_rows_kernel, grid, (heads, d, d_v, places, block, rows))
+    return Launch(spread_rows_kernel, grid, (heads, d, d_v, most_rows, block, rows))

@@ -39,10 +39,10 @@ class Settings(NamedTuple):
         """
         for name, x in (("attn_mask_type", self.attn_mask_type), ("qkv_format", self.qkv_format)):
             if x is not None and not isinstance(x, str):
-                raise WrongCall(f"{name} must be a string, got {arguments.told(x)}")
+                raise WrongCall(f"{name} must be a string, got {arguments.describe(x)}")
         if self.window_size is not None:
             if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
-                raise WrongCall(f"window_size is (left, right), got {arguments.told(self.window_size)}")
+                raise WrongCall(f"window_size is (left, right), got {arguments.describe(self.window_size)}")
             for bound in self.window_size:
                 arguments.integer("window_size", bound, -(1 << 62))
         arguments.flags(bottom_right_diagonal=self.bottom_right_diagonal)
@@ -266,7 +266,7 @@ def mask_type(name: Any) -> str:
     spelled = name.replace(",", "_") if isinstance(name, str) else name
     spelled = "padding_causal" if spelled == "causal_padding" else spelled
     if spelled not in MASK_TYPES:
-        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {arguments.told(name)}")
+        raise WrongCall(f"attn_mask_type is one of {', '.join(MASK_TYPES)}, got {arguments.describe(name)}")
     return spelled
 
 

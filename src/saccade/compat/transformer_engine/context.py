@@ -57,27 +57,27 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
 
     q, k, _ = operands
     score_mod, ranks = given["score_mod"], ranks_of(group)
-    told = f"DotProductAttention: over a cp_group of {ranks} ranks"
+    subject = f"DotProductAttention: over a cp_group of {ranks} ranks"
     if isinstance(group, list):
-        raise Unsupported(f"{told}, in two groups: pass one group of them all")
+        raise Unsupported(f"{subject}, in two groups: pass one group of them all")
     if not (isinstance(layout, Packed) or (isinstance(layout, Dense) and layout.plain)) or q.shape[:-2] != k.shape[:-2]:
         raise Unsupported(
-            f"{told} calls are self-attention, in sbhd and bshd without padding, got q {tuple(q.shape)} and k "
+            f"{subject} calls are self-attention, in sbhd and bshd without padding, got q {tuple(q.shape)} and k "
             f"{tuple(k.shape)} with {layout!r}: saccade.attention(…, context=plan) takes documents of any lengths"
         )
     if not (score_mod is None or isinstance(score_mod, Softcap)):
-        raise Unsupported(f"{told} there are no biases and score functions, got {score_mod!r}")
+        raise Unsupported(f"{subject} there are no biases and score functions, got {score_mod!r}")
     if given["return_max_scores"]:
-        raise Unsupported(f"{told} there is no return_max_logit: set it to False")
+        raise Unsupported(f"{subject} there is no return_max_logit: set it to False")
     if isinstance(layout, Dense):
         b, s = (q.shape[layout.order.index(name)] for name in "bs")
         plan = distributed.plan((b, s * ranks), group, mask=given["mask"], rows="pairs")
         return RanksCall(operands, given | {"context": plan}, None)
-    plan = _of_sequences(group, ranks, layout, given["mask"], told)
+    plan = _of_sequences(group, ranks, layout, given["mask"], subject)
     keywords = {name: x for name, x in given.items() if name != "layout"} | {"context": plan}
     if q.shape[0] != plan.rows:
         raise WrongCall(
-            f"{told} offsets are those of whole sequences: with {sum(plan.lengths)} rows in all a rank has "
+            f"{subject} offsets are those of whole sequences: with {sum(plan.lengths)} rows in all a rank has "
             f"{plan.rows}, got q {tuple(q.shape)}"
         )
     if layout.seqused_q is None:
@@ -87,16 +87,16 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
     return RanksCall((q, k, v), keywords, rows)
 
 
-def _of_sequences(group: Any, ranks: int, layout: Packed, mask: Any, told: str) -> Any:
+def _of_sequences(group: Any, ranks: int, layout: Packed, mask: Any, subject: str) -> Any:
     from saccade import distributed
     from saccade.distributed.sharding import reach_of
 
     if layout.seqused_q is not None and reach_of(mask).right != 0:
         raise Unsupported(
-            f"{told} sequences with padding between them are causal, so that no row sees padding, got {mask!r}: give "
-            "attn_mask_type='padding_causal', or sequences without cu_seqlens_q_padded"
+            f"{subject} sequences with padding between them are causal, so that no row sees padding, got {mask!r}: "
+            "give attn_mask_type='padding_causal', or sequences without cu_seqlens_q_padded"
         )
     try:
         return distributed.plan(layout.cu_seqlens_q, group, mask=mask, rows="pairs")
     except ValueError as error:
-        raise WrongCall(f"{told} each sequence is in {2 * ranks} equal chunks, padding included: {error}") from error
+        raise WrongCall(f"{subject} each sequence is in {2 * ranks} equal chunks, padding included: {error}") from error

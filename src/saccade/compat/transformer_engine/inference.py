@@ -158,7 +158,7 @@ class InferenceParams:
         ):
             if n is not None or name.startswith("max"):
                 arguments.integer(name, n, 1)
-        device = arguments.place(device)
+        device = arguments.device_of(device)
         if is_paged and (page_size is None or max_sequence_length % page_size):
             raise WrongCall(
                 f"a paged cache needs a page_size that divides max_sequence_length={max_sequence_length}, "
@@ -219,7 +219,7 @@ class InferenceParams:
             RuntimeError: too few pages. Neither changes anything.
         """
         if not isinstance(step_dict, Mapping):
-            raise TypeError(f"pre_step takes lengths by name, a dict, got {arguments.told(step_dict)}")
+            raise TypeError(f"pre_step takes lengths by name, a dict, got {arguments.describe(step_dict)}")
         for name, n in step_dict.items():
             arguments.integer(f"the length of {name!r}", n, -(1 << 62))
         if len(step_dict) > self.max_batch_size:
@@ -331,15 +331,15 @@ class CacheStep:
         flat = None if whole else offsets
         self.before = Paged(table, params.pre_step_seqlens[: self.b], flat)
         self.layout = Paged(table, params.post_step_seqlens[: self.b], flat, num_splits)
-        self.places = None if whole or self.s is None else self._places(offsets, self.s)
+        self.row_indices = None if whole or self.s is None else self._positions(offsets, self.s)
 
-    def _places(self, offsets: Tensor, s: int) -> Tensor:
+    def _positions(self, offsets: Tensor, s: int) -> Tensor:
         """(rows,): where each one is end to end; padding comes last."""
         column = torch.arange(s, device=offsets.device)
         padding = column >= offsets.diff()[:, None]
         after = offsets[-1] - 1 + padding.flatten().cumsum(0).view_as(padding)
-        places = torch.where(padding, after, offsets[:-1, None] + column)
-        return (places if self.order == "bshd" else places.T).flatten()
+        row_indices = torch.where(padding, after, offsets[:-1, None] + column)
+        return (row_indices if self.order == "bshd" else row_indices.T).flatten()
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Writes new keys and values after those of the sequences."""
@@ -348,17 +348,17 @@ class CacheStep:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """The call's rows as the layouts take them."""
-        if self.places is None:
+        if self.row_indices is None:
             return x.transpose(0, 1) if self.order == "sbhd" else x
         x = x.flatten(0, 1)
-        return torch.empty_like(x).index_copy_(0, self.places, x)
+        return torch.empty_like(x).index_copy_(0, self.row_indices, x)
 
     def from_rows(self, out: Tensor) -> Tensor:
         """The rows of a result as the call's were."""
-        if self.places is None or self.s is None:
+        if self.row_indices is None or self.s is None:
             return out.transpose(0, 1) if self.order == "sbhd" else out
         sizes = (self.b, self.s) if self.order == "bshd" else (self.s, self.b)
-        return out[self.places].unflatten(0, sizes)
+        return out[self.row_indices].unflatten(0, sizes)
 
 
 def cached_visibility(call: CallArguments, layer: int | None) -> tuple[CacheStep, Visibility]:

@@ -174,17 +174,17 @@ def _causal(sliding_window: int | None) -> Mask:
 
 
 def _within_sequences(
-    module: torch.nn.Module, given: Any, causal: bool, sliding_window: int | None, told: str = "cu_seq_lens_q"
+    module: torch.nn.Module, given: Any, causal: bool, sliding_window: int | None, name: str = "cu_seq_lens_q"
 ) -> Mask | None:
     """The mask of sequences end to end, which transformers tells by keywords alone."""
     if given is not None and (not isinstance(given, StructuredMask) or given.padded):
-        raise ValueError(f"{told} and an attention_mask do not go together: {told} says what is no padding")
+        raise ValueError(f"{name} and an attention_mask do not go together: {name} says what is no padding")
     kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
     kind = kinds[layer] if kinds is not None and layer is not None else "full_attention"
     if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and sliding_window is None):
-        raise ValueError(f"{told} does not tell the mask of a layer of {kind}: pass position_ids alone")
+        raise ValueError(f"{name} does not tell the mask of a layer of {kind}: pass position_ids alone")
     if causal:
         return _causal(sliding_window)
     if sliding_window is not None:
-        raise ValueError(f"{told} with sliding_window is for causal layers")
+        raise ValueError(f"{name} with sliding_window is for causal layers")
     return None

@@ -42,7 +42,7 @@ def _both(one: Any, two: Any, join: Callable[[Any, Any], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class Region:
     """Where rows and keys are in their sequences."""
 
     s_q: int
@@ -72,32 +72,32 @@ class Place:
         return self.rows - self.kv_offset
 
 
-def translated(function: Callable[..., Any], place: Place) -> VisibleKeys:
+def translated(function: Callable[..., Any], region: Region) -> VisibleKeys:
     """The keys that a mask function of transformers shows; any other function is tested for each row and key."""
     name = _name(function)
     known = _KNOWN.get(name)
     if known is not None and (name in _WITHOUT_VALUES or not torch.compiler.is_compiling()):
-        result = known(place, **_captured(function))
+        result = known(region, **_captured(function))
         if result is not None:
             return result
-    return VisibleKeys(masks.mask_mod(_shifted(function, place)))
+    return VisibleKeys(masks.mask_mod(_shifted(function, region)))
 
 
-def padding(attention_mask: Tensor, place: Place) -> VisibleKeys:
+def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
     """The keys that a mask (b, n) of tokens has from place's first key on; beyond its end there are none.
 
     Reads the mask once, to know whether it is one interval in each row; compiled code tests each key instead.
     """
-    index = torch.arange(place.s_k, device=attention_mask.device)
-    at = index + place.kv_offset
+    index = torch.arange(region.s_k, device=attention_mask.device)
+    at = index + region.kv_offset
     length = attention_mask.shape[-1]
     seen = attention_mask[:, at.clamp(max=length - 1)] & (at < length)  # (b, s_k)
-    start = place.s_k - torch.where(seen, place.s_k - index, 0).amax(-1, keepdim=True)
+    start = region.s_k - torch.where(seen, region.s_k - index, 0).amax(-1, keepdim=True)
     stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
     everything = one_interval = False
     if not torch.compiler.is_compiling():
         count = seen.sum(-1, keepdim=True)
-        tests = (count == place.s_k).all(), (count == (stop - start).clamp(min=0)).all()
+        tests = (count == region.s_k).all(), (count == (stop - start).clamp(min=0)).all()
         everything, one_interval = torch.stack(tests).tolist()
     if everything:
         return VisibleKeys()
@@ -118,9 +118,9 @@ def _captured(function: Any) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, function.__closure__, strict=True)} if names else {}
 
 
-def _shifted(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+def _shifted(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """The function of indices that count from the first row and key; as theirs it is of positions."""
-    q_offset, kv_offset = place.q_offset, place.kv_offset
+    q_offset, kv_offset = region.q_offset, region.kv_offset
     if isinstance(q_offset, int) and isinstance(kv_offset, int) and not q_offset and not kv_offset:
         return function
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx + q_offset, kv_idx + kv_offset)
@@ -129,42 +129,42 @@ def _shifted(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
 # Each function's translation; its keywords are what the function captures. None: it is not known after all.
 
 
-def _causal(place: Place) -> VisibleKeys:
-    return VisibleKeys(masks.causal()) if place.at_the_end else VisibleKeys(stop=place.reach + 1)
+def _causal(region: Region) -> VisibleKeys:
+    return VisibleKeys(masks.causal()) if region.at_the_end else VisibleKeys(stop=region.reach + 1)
 
 
-def _bidirectional(place: Place) -> VisibleKeys:
+def _bidirectional(region: Region) -> VisibleKeys:
     return VisibleKeys()
 
 
-def _window(place: Place, sliding_window: int) -> VisibleKeys:
-    if place.at_the_end:
+def _window(region: Region, sliding_window: int) -> VisibleKeys:
+    if region.at_the_end:
         return VisibleKeys(masks.window(sliding_window - 1, None))
-    return VisibleKeys(start=place.reach - sliding_window + 1)
+    return VisibleKeys(start=region.reach - sliding_window + 1)
 
 
-def _bidirectional_window(place: Place, sliding_window: int) -> VisibleKeys:
-    if place.at_the_end:
+def _bidirectional_window(region: Region, sliding_window: int) -> VisibleKeys:
+    if region.at_the_end:
         return VisibleKeys(masks.window(sliding_window, sliding_window))
-    return VisibleKeys(start=place.reach - sliding_window, stop=place.reach + sliding_window + 1)
+    return VisibleKeys(start=region.reach - sliding_window, stop=region.reach + sliding_window + 1)
 
 
-def _chunks(place: Place, chunk_size: int, left_padding: Tensor) -> VisibleKeys:
-    positions = place.rows if place.positions is None else place.positions
+def _chunks(region: Region, chunk_size: int, left_padding: Tensor) -> VisibleKeys:
+    positions = region.rows if region.positions is None else region.positions
     first = left_padding[:, None]
-    start = place.reach - (positions - first) % chunk_size  # (b, s_q)
+    start = region.reach - (positions - first) % chunk_size  # (b, s_q)
     return VisibleKeys(start=start, stop=start + chunk_size)
 
 
-def _packed(place: Place, packed_sequence_mask: Tensor) -> VisibleKeys | None:
-    if not (place.at_the_end and place.s_q == place.s_k):
+def _packed(region: Region, packed_sequence_mask: Tensor) -> VisibleKeys | None:
+    if not (region.at_the_end and region.s_q == region.s_k):
         return None
     if not torch.compiler.is_compiling() and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
         return VisibleKeys()
     return VisibleKeys(masks.documents(packed_sequence_mask))
 
 
-def _all(place: Place, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys | None:
+def _all(region: Region, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys | None:
     """Beside the mask of packed sequences others take positions within these, which differ as indices do."""
     packed = "packed_sequence_mask_function" in {_name(function) for function in mask_functions}
     result = VisibleKeys()
@@ -173,14 +173,14 @@ def _all(place: Place, mask_functions: tuple[Callable[..., Any], ...]) -> Visibl
             if not packed:
                 return None
             inner = _captured(function)
-            result &= translated(inner["mask_function"], replace(place, positions=inner["position_ids"]))
+            result &= translated(inner["mask_function"], replace(region, positions=inner["position_ids"]))
         else:
-            result &= translated(function, place)
+            result &= translated(function, region)
     return result
 
 
-def _any(place: Place, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys:
-    parts = [translated(function, place).as_mask() for function in mask_functions]
+def _any(region: Region, mask_functions: tuple[Callable[..., Any], ...]) -> VisibleKeys:
+    parts = [translated(function, region).as_mask() for function in mask_functions]
     whole = [part for part in parts if part is not None]
     return VisibleKeys(reduce(Mask.__or__, whole)) if len(whole) == len(parts) else VisibleKeys()
 
@@ -279,9 +279,9 @@ def attention_mask_of(
     assert q_length is not None
     if device is None and attention_mask is not None:
         device = attention_mask.device
-    place = Place(q_length, kv_length, q_offset, kv_offset, device)
-    seen, padded = translated(mask_function, place), False
+    region = Region(q_length, kv_length, q_offset, kv_offset, device)
+    seen, padded = translated(mask_function, region), False
     if attention_mask is not None:
-        tokens = padding(attention_mask.to(torch.bool), place)
+        tokens = padding(attention_mask.to(torch.bool), region)
         seen, padded = seen & tokens, tokens != VisibleKeys()
     return StructuredMask(seen.as_mask(), (batch_size, 1, q_length, kv_length), padded)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from saccade.scores.score_mod import Named
-from saccade.util.caches import lazily
+from saccade.util.caches import cached_attribute
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -184,8 +184,8 @@ class GraphStep(NamedTuple):
 class Node:
     """A value of the graph, as a callback sees it."""
 
-    def __init__(self, graph: Graph, place: int, rows: bool) -> None:
-        self._graph, self._place, self._rows = graph, place, rows
+    def __init__(self, graph: Graph, index: int, rows: bool) -> None:
+        self._graph, self._index, self._rows = graph, index, rows
 
     def set_data_type(self, value: Any) -> Node:
         """Sets the type that the value is converted to.
@@ -194,13 +194,13 @@ class Node:
             ValueError: a type that scores cannot have.
         """
         steps = self._graph._steps
-        if steps[self._place].name in _INPUTS:
+        if steps[self._index].name in _INPUTS:
             raise ValueError("the score and the tensors of a callback keep the types that they have")
-        steps[self._place] = steps[self._place]._replace(result_type=_typed(value))
+        steps[self._index] = steps[self._index]._replace(result_type=_typed(value))
         return self
 
     def get_data_type(self) -> data_type:
-        return self._graph._steps[self._place].result_type
+        return self._graph._steps[self._index].result_type
 
     def set_name(self, value: str) -> Node:
         return self
@@ -215,7 +215,7 @@ class Node:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"values of a score callback's graph have no {name}: a recording serves every shape, and a value has "
+            f"values of a score callback's graph have no {name}: a trace serves every shape, and a value has "
             "set_data_type, get_data_type and set_name; operations are called on the graph, as graph.mul(a=…, b=…)"
         )
 
@@ -229,7 +229,7 @@ class Graph:
     Raises:
         AttributeError: an operation that is not pointwise.
         TypeError: arguments that the operation does not have.
-        ValueError: a value of another graph, such as one kept from a callback's last recording.
+        ValueError: a value of another graph, such as one kept from a callback's last trace.
     """
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class Graph:
         if missing := [argument for argument in operation.arguments if argument not in arguments]:
             raise TypeError(f"{name} needs {', '.join(missing)}")
         nodes = [self._taken(name, arguments[argument]) for argument in operation.arguments]
-        step = GraphStep(name, tuple(x._place for x in nodes), tuple(attributes), compute)
+        step = GraphStep(name, tuple(x._index for x in nodes), tuple(attributes), compute)
         return self._added(step, any(x._rows for x in nodes))
 
     def _taken(self, name: str, x: Any) -> Node:
@@ -306,16 +306,16 @@ _INPUTS = ("score", "gradient", "tensor")
 
 
 @dataclass(frozen=True)
-class CallbackRecording(Named):
+class CallbackGraph(Named):
     """A callback's graph as a function of tiles: `(score, b, h, q_idx, kv_idx, *tensors) -> score`, with the gradient
-    first where one is among its inputs. Equal recordings compute the same."""
+    first where one is among its inputs. Equal traces compute the same."""
 
     name: str
     steps: tuple[GraphStep, ...]
     """The steps that the last one needs."""
     derivative: bool
 
-    @lazily
+    @cached_attribute
     def _hash(self) -> int:
         return hash((self.name, self.steps, self.derivative))
 
@@ -323,7 +323,7 @@ class CallbackRecording(Named):
         return self._hash
 
     @staticmethod
-    def of(name: str, output: Any, derivative: bool) -> CallbackRecording:
+    def of(name: str, output: Any, derivative: bool) -> CallbackGraph:
         """The steps that a callback's result needs.
 
         Raises:
@@ -331,13 +331,15 @@ class CallbackRecording(Named):
         """
         if not isinstance(output, Node):
             raise TypeError(f"the callback {name} must return a value of its graph, got {output!r}")
-        steps, needed = output._graph._steps, {output._place}
-        for place in reversed(range(output._place + 1)):
-            if place in needed:
-                needed.update(steps[place].inputs)
+        steps, needed = output._graph._steps, {output._index}
+        for number in reversed(range(output._index + 1)):
+            if number in needed:
+                needed.update(steps[number].inputs)
         order = sorted(needed)
-        needed_steps = (steps[place]._replace(inputs=tuple(map(order.index, steps[place].inputs))) for place in order)
-        return CallbackRecording(name, tuple(needed_steps), derivative)
+        needed_steps = (
+            steps[number]._replace(inputs=tuple(map(order.index, steps[number].inputs))) for number in order
+        )
+        return CallbackGraph(name, tuple(needed_steps), derivative)
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         gradient, arguments = arguments[0], arguments[self.derivative :]
@@ -360,7 +362,7 @@ class CallbackRecording(Named):
                     value = at[step.attributes[0]]
                 case _:
                     integral = step.computed in (data_type.INT32, data_type.INT64)
-                    inputs = [values[place] for place in step.inputs]
+                    inputs = [values[index] for index in step.inputs]
                     value = computed(step.name, inputs, step.attributes, integral, wide)
             values.append(value if step.name in _INPUTS else _converted(value, step.result_type, wide))
         return values[-1].to(wide)

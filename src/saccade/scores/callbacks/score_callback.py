@@ -1,7 +1,7 @@
 """Callbacks that build a cuDNN graph as score modifications: a new one is recorded once.
 
 A callback's own key, `score_mod_graph_cache_key`, stands for everything that the callback holds. A function without one
-is known for as long as a proof holds that nothing which it reads has changed. Bound methods and callable objects may
+is known for as long as guards hold that nothing which it reads has changed. Bound methods and callable objects may
 hold anything: they have no key unless they say one.
 """
 
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.scores.callbacks.graph import CallbackRecording, Graph, GraphStep, Node, data_type
+from saccade.scores.callbacks.graph import CallbackGraph, Graph, GraphStep, Node, data_type
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.compile_constant import callable_of, compile_constant, standing_for
-from saccade.scores.recording.proof import Proof, Unproven
-from saccade.scores.recording.tape import Tape, is_number
 from saccade.scores.score_mod import Score, ScoreMod, name_of
+from saccade.scores.tracing.guards import Guards, Unguarded
+from saccade.scores.tracing.tape import Tape, is_number
 from saccade.util.caches import BoundedCache, CacheInfo
+from saccade.util.compile_constant import callable_of, compile_constant, standing_for
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"
 _ATTRIBUTES = frozenset((*dir(Graph()), *vars(Node), "get", "items", "keys", "values"))
 """What a callback may ask of its arguments: nobody changes what these mean."""
-_proofs: BoundedCache[int, Proof] = BoundedCache(256)
+_guards: BoundedCache[int, Guards] = BoundedCache(256)
 
 
 def callback_key(callback: Callback | None) -> Any:
@@ -49,14 +49,14 @@ def callback_key(callback: Callback | None) -> Any:
         return "own", type(owner), code, *names, frozen(own() if callable(own) else own)
     if not isinstance(callback, (types.FunctionType, functools.partial)):
         return None
-    proof = _proofs.get(id(callback))
-    if proof is None or not proof.holds(callback):
+    guards = _guards.get(id(callback))
+    if guards is None or not guards.holds(callback):
         try:
-            proof = Proof(callback, set(), _ATTRIBUTES)
-        except Unproven:
+            guards = Guards(callback, set(), _ATTRIBUTES)
+        except Unguarded:
             return None
-        _proofs.put(id(callback), proof, [callback])
-    return proof
+        _guards.put(id(callback), guards, [callback])
+    return guards
 
 
 def frozen(value: Any) -> Any:
@@ -81,38 +81,38 @@ def frozen(value: Any) -> Any:
 
 
 class ProgramCallbacks(NamedTuple):
-    """Recordings that read what the Program does: a step `tensor` has its number among the Program's tensors, and a
+    """Traces that read what the Program does: a step `tensor` has its number among the Program's tensors, and a
     step `runtime` among its numbers."""
 
-    forward: CallbackRecording
-    backward: CallbackRecording | None
+    forward: CallbackGraph
+    backward: CallbackGraph | None
     """None: the derivative is autograd's."""
 
 
 def callbacks_of(mod: CallbackMod, program: Program, tape: Tape) -> ProgramCallbacks | None:
-    """None where a recording reads something that is not an input of the Program."""
+    """None where a trace reads something that is not an input of the Program."""
     if program.before[1] is not None or program.numbers[1] is not None:
         return None
-    places = [_place(x, program, tape) for x in mod.tensors]
+    steps_of_tensors = [_tensor_step(x, program, tape) for x in mod.tensors]
     forward, backward = mod.fn, mod.bprop
-    assert isinstance(forward, CallbackRecording)
-    assert backward is None or isinstance(backward, CallbackRecording)
+    assert isinstance(forward, CallbackGraph)
+    assert backward is None or isinstance(backward, CallbackGraph)
     if any(
-        step.name == "tensor" and places[step.attributes[0]] is None
-        for recording in (forward, backward)
-        if recording is not None
-        for step in recording.steps
+        step.name == "tensor" and steps_of_tensors[step.attributes[0]] is None
+        for callback_graph in (forward, backward)
+        if callback_graph is not None
+        for step in callback_graph.steps
     ):
         return None
 
-    def placed(recording: CallbackRecording) -> CallbackRecording:
-        steps = (places[x.attributes[0]] or x if x.name == "tensor" else x for x in recording.steps)
-        return replace(recording, steps=tuple(steps))
+    def placed(callback_graph: CallbackGraph) -> CallbackGraph:
+        steps = (steps_of_tensors[x.attributes[0]] or x if x.name == "tensor" else x for x in callback_graph.steps)
+        return replace(callback_graph, steps=tuple(steps))
 
     return ProgramCallbacks(placed(forward), None if backward is None else placed(backward))
 
 
-def _place(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
+def _tensor_step(x: Tensor, program: Program, tape: Tape) -> GraphStep | None:
     """The step that reads one of the callback's tensors of a Program's inputs, which are picked from the tensors and
     then the numbers of a tape."""
     for name, captures, first, (picked, _) in (
@@ -130,7 +130,7 @@ def _index(captures: Sequence[Tensor | None], x: Tensor) -> int | None:
 
 
 Tensors = dict[str, Tensor]
-RecordingPair = tuple[CallbackRecording, CallbackRecording | None]
+CallbackGraphs = tuple[CallbackGraph, CallbackGraph | None]
 """Of score_mod, and of score_mod_bprop after it."""
 
 
@@ -138,7 +138,7 @@ class CallbackMod(ScoreMod):
     """A ScoreMod of recorded callbacks; `score_callback` makes it."""
 
     frozen = True
-    """Its functions are recordings, which are constants."""
+    """Its functions are traces, which are constants."""
     bound: tuple[Any, Score] | None = None
     """The Score that it was last bound to, after the values that this was bound for."""
 
@@ -182,7 +182,7 @@ def score_callback(
         score_mod_bprop_tensors: the same for score_mod_bprop.
 
     A callback is called by this function, when it is new: what it builds then is what every call of attention with the
-    result takes. A function is known while a proof holds that nothing it reads has changed; a bound method or an object
+    result takes. A function is known while guards hold that nothing it reads has changed; a bound method or an object
     is known by its `score_mod_graph_cache_key`, a value or a function. Any other callback is called by each
     `score_callback`. Equal graphs are traced and compiled once, for all values of the tensors.
 
@@ -210,10 +210,10 @@ def score_callback(
         forms = (tuple((name, x.dtype) for name, x in named.items()) for named in named_tensors)
         forward, backward = getattr(_pinned, _pin(standing_for(score_mod), standing_for(score_mod_bprop), *forms))
         return CallbackMod(forward, *_numbers_apart(captures), bprop=backward)
-    recordings = _cache.recorded(score_mod, score_mod_bprop, *named_tensors)
+    callback_graphs = _cache.graphs_of(score_mod, score_mod_bprop, *named_tensors)
     if all(x.numel() == 1 and x.device.type == "cpu" and not x.requires_grad for x in captures):
-        return _cache.of_numbers(recordings, captures)
-    return _modification(recordings, captures)
+        return _cache.of_numbers(callback_graphs, captures)
+    return _modification(callback_graphs, captures)
 
 
 def _numbers_apart(captures: Sequence[Tensor]) -> list[Tensor]:
@@ -221,8 +221,8 @@ def _numbers_apart(captures: Sequence[Tensor]) -> list[Tensor]:
     return [x.reshape(()) if x.numel() == 1 else x for x in captures]
 
 
-def _modification(recordings: RecordingPair, captures: Sequence[Tensor]) -> CallbackMod:
-    forward, backward = recordings
+def _modification(callback_graphs: CallbackGraphs, captures: Sequence[Tensor]) -> CallbackMod:
+    forward, backward = callback_graphs
     tensors = _numbers_apart(captures)
     if backward is not None:
         _cache.check_linear(backward, tensors)
@@ -230,19 +230,21 @@ def _modification(recordings: RecordingPair, captures: Sequence[Tensor]) -> Call
 
 
 _pinned = SimpleNamespace()
-"""Recordings of compiled regions, which are not forgotten."""
+"""Traces of compiled regions, which are not forgotten."""
 
 
 @compile_constant
 def _pin(score_mod: Any, bprop: Any, forms: Any, forms_bprop: Any) -> str:
-    """The name of a recording; torch.compile calls this once."""
+    """The name of a trace; torch.compile calls this once."""
     stand_ins = (
         {name: torch.zeros((), dtype=dtype, device="cpu") for name, dtype in form} for form in (forms, forms_bprop)
     )
-    recorded = _cache.recorded(callable_of(score_mod), callable_of(bprop), *stand_ins)
-    recordings = vars(_pinned)
-    name = next((name for name, other in list(recordings.items()) if other == recorded), f"recorded{len(recordings)}")
-    setattr(_pinned, name, recorded)
+    graphs_of = _cache.graphs_of(callable_of(score_mod), callable_of(bprop), *stand_ins)
+    callback_graphs = vars(_pinned)
+    name = next(
+        (name for name, other in list(callback_graphs.items()) if other == graphs_of), f"recorded{len(callback_graphs)}"
+    )
+    setattr(_pinned, name, graphs_of)
     return name
 
 
@@ -262,55 +264,55 @@ def _checked(tensors: Tensors | None) -> Tensors:
 
 
 class _Cache:
-    """Recordings by the keys of their callbacks. No lock is held while a callback runs: two threads may record the
+    """Traces by the keys of their callbacks. No lock is held while a callback runs: two threads may record the
     same graph."""
 
     def __init__(self) -> None:
-        self.recordings: BoundedCache[Any, RecordingPair] = BoundedCache(256)
-        self.linear: BoundedCache[CallbackRecording, bool] = BoundedCache(256)
+        self.callback_graphs: BoundedCache[Any, CallbackGraphs] = BoundedCache(256)
+        self.linear: BoundedCache[CallbackGraph, bool] = BoundedCache(256)
         self.mods: BoundedCache[Any, tuple[list[Tensor], CallbackMod]] = BoundedCache(256)
 
-    def recorded(
+    def graphs_of(
         self, score_mod: Callback, bprop: Callback | None, forward_tensors: Tensors, bprop_tensors: Tensors
-    ) -> RecordingPair:
+    ) -> CallbackGraphs:
         keys = callback_key(score_mod), callback_key(bprop)
         forms = (tuple((name, x.dtype) for name, x in tensors.items()) for tensors in (forward_tensors, bprop_tensors))
         key = None if None in keys else (*keys, *forms)
-        recording = self.recordings.get(key)
-        if recording is None:
-            recording = _record(score_mod, bprop, forward_tensors, bprop_tensors)
+        callback_graph = self.callback_graphs.get(key)
+        if callback_graph is None:
+            callback_graph = _trace_callbacks(score_mod, bprop, forward_tensors, bprop_tensors)
             if key is not None and keys == (callback_key(score_mod), callback_key(bprop)):
-                self.recordings.put(key, recording)
-        return recording
+                self.callback_graphs.put(key, callback_graph)
+        return callback_graph
 
-    def of_numbers(self, recordings: RecordingPair, captures: list[Tensor]) -> CallbackMod:
+    def of_numbers(self, callback_graphs: CallbackGraphs, captures: list[Tensor]) -> CallbackMod:
         """The modification of the same callbacks and tensors, which are numbers: it is cheap to keep, and reads their
         values in each call."""
-        key = *recordings, *((id(x), x.data_ptr()) for x in captures)
-        return self.mods.get_or_make(key, lambda: (captures, _modification(recordings, captures)))[1]
+        key = *callback_graphs, *((id(x), x.data_ptr()) for x in captures)
+        return self.mods.get_or_make(key, lambda: (captures, _modification(callback_graphs, captures)))[1]
 
-    def check_linear(self, recording: CallbackRecording, tensors: list[Tensor]) -> None:
+    def check_linear(self, callback_graph: CallbackGraph, tensors: list[Tensor]) -> None:
         """
         Raises:
             ValueError: a derivative that is not linear in dP.
         """
-        if self.linear.get(recording):
+        if self.linear.get(callback_graph):
             return
         device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
         dP = torch.tensor([[0.0], [1.0], [-2.5], [1e3]], dtype=torch.float64, device=device)
         score = torch.linspace(-4, 4, 16, dtype=torch.float64, device=device).expand(4, 16)
         zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
         with torch.no_grad():
-            gradient = recording(dP.expand(4, 16), score, zero, zero, zero, zero, *tensors).expand(4, 16)
+            gradient = callback_graph(dP.expand(4, 16), score, zero, zero, zero, zero, *tensors).expand(4, 16)
             wanted = dP * gradient[1]
             wrong = (gradient - wanted).abs() > _RELATIVE * wanted.abs()
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"score_mod_bprop {recording.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
+                f"score_mod_bprop {callback_graph.name} must be linear in dP: of dP = {dP[row, 0]:g} it makes "
                 f"{gradient[row, column]:g}, and of dP = 1 {gradient[1, column]:g}"
             )
-        self.linear.put(recording, True)
+        self.linear.put(callback_graph, True)
 
 
 _RELATIVE = 1e-6
@@ -318,18 +320,18 @@ _RELATIVE = 1e-6
 _cache = _Cache()
 
 
-def _record(
+def _trace_callbacks(
     score_mod: Callback, bprop: Callback | None, forward_tensors: Tensors, bprop_tensors: Tensors
-) -> RecordingPair:
+) -> CallbackGraphs:
     graph = Graph()
-    forward = CallbackRecording.of(name_of(score_mod), _called(graph, score_mod, forward_tensors), False)
+    forward = CallbackGraph.of(name_of(score_mod), _called(graph, score_mod, forward_tensors), False)
     if bprop is None:
         return forward, None
     graph = Graph()
     _called(graph, score_mod, forward_tensors)  # for what it keeps
     gradient = graph._input("gradient")
     output = bprop(graph, gradient, _inputs(graph, bprop_tensors, len(forward_tensors)))
-    return forward, CallbackRecording.of(name_of(bprop), output, True)
+    return forward, CallbackGraph.of(name_of(bprop), output, True)
 
 
 def _called(graph: Graph, score_mod: Callback, tensors: Tensors) -> Any:
@@ -347,11 +349,11 @@ def _inputs(graph: Graph, tensors: Tensors, first: int) -> dict[str, Any]:
 
 def callback_info() -> CacheInfo:
     """How many callbacks were found in the cache, and how many were recorded."""
-    return _cache.recordings.info()
+    return _cache.callback_graphs.info()
 
 
 def callback_clear() -> None:
     """Forgets all recorded callbacks; those in use stay."""
-    _cache.recordings.clear()
+    _cache.callback_graphs.clear()
     _cache.linear.clear()
     _cache.mods.clear()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.codegen.ranges import modulo
-from saccade.scores.recording.tape import TILE
-from saccade.scores.recording.trace import TILE_SHAPES, aten, in_order, name_of, outputs_of
+from saccade.scores.tracing.lowering import TILE_SHAPES, aten, in_order, name_of, outputs_of
+from saccade.scores.tracing.tape import TILE
 
 # Operations of which torch takes a Python number for a tensor; by the others it is given as one of no dimensions.
 _TAKES_NUMBERS = frozenset(("add", "sub", "mul", "div", "floor_divide"))
@@ -57,7 +57,7 @@ class Assembly:
             for node, original in zip(copies, program.number_nodes, strict=True):
                 node.meta["val"] = original.meta["val"]
         self.copies: dict[fx.Node, Any] = {}
-        self.first, self.places = outputs_of(source)
+        self.first, self.read_indices = outputs_of(source)
 
     def outputs(self) -> tuple[Any, ...]:
         return tuple(self.first) if isinstance(self.first, (tuple, list)) else (self.first,)
@@ -72,7 +72,7 @@ class Assembly:
         for i, local in zip(program.differentiable, self.outputs()[1:], strict=True):
             tensor = program.read_tensors[i]
             if wanted[tensor]:
-                at = tuple(self.copied(x) for x in self.places[i])
+                at = tuple(self.copied(x) for x in self.read_indices[i])
                 reads.append(Read(tensor, at))
                 derivatives.append((self.copied(local), at))
         self.graph.output(tuple(derivatives))
@@ -81,7 +81,9 @@ class Assembly:
     def reads(self) -> list[Read]:
         """All reads of the program, by their numbers."""
         tensors, program = self.program.read_tensors, self.program
-        return [Read(tensors[i], tuple(self.copied(x) for x in self.places[i])) for i in range(len(program.reads))]
+        return [
+            Read(tensors[i], tuple(self.copied(x) for x in self.read_indices[i])) for i in range(len(program.reads))
+        ]
 
     def copied(self, node: Any) -> Any:
         """A node of the new graph, or a Python number."""
@@ -95,7 +97,7 @@ class Assembly:
         """The nodes and numbers that a node's copy is made of."""
         if node.op == "placeholder":
             i = self._read(node.meta.get("core", node.name))
-            return () if i is None else self.places[i]
+            return () if i is None else self.read_indices[i]
         name = name_of(node)
         if name in _CONSTANTS:
             return ()
@@ -204,7 +206,7 @@ class Assembly:
         if i is None:
             return self.numbers[int(name[1:])]
         tensor = self.tensors[program.read_tensors[i]]
-        at = [self.copied(x) for x in self.places[i]]
+        at = [self.copied(x) for x in self.read_indices[i]]
         if all(not isinstance(x, fx.Node) for x in at):  # it has one element
             read = self.graph.call_function(aten.reshape.default, (tensor, [1, 1]))
         else:

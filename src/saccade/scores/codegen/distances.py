@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from saccade.scores.recording.tape import broadcast_shape
-from saccade.scores.recording.trace import K, Q, in_order, name_of
+from saccade.scores.tracing.lowering import K, Q, in_order, name_of
+from saccade.scores.tracing.tape import broadcast_shape
 
 
 def by_distance(at: Sequence[Any]) -> bool:

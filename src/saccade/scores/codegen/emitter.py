@@ -23,8 +23,8 @@ from torch import fx
 
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import ANY, HEADS, LONGEST, NARROW, exact, fits, limits_of, modulo, range_of, within
-from saccade.scores.recording.tape import TILE, Refused, broadcast_shape
-from saccade.scores.recording.trace import TILE_SHAPES, K, Q, in_order, name_of
+from saccade.scores.tracing.lowering import TILE_SHAPES, K, Q, in_order, name_of
+from saccade.scores.tracing.tape import TILE, Refused, broadcast_shape
 
 
 def literal(x: float) -> str:
@@ -126,7 +126,7 @@ class EmitOptions(NamedTuple):
     """Reads by distance come from tables of every distance: see `device.distance_tables`."""
     units: tuple[int, ...] = ()
     """`Score.units`, where every key has an element; () elsewhere."""
-    brought: int | None = None
+    tma_tile: int | None = None
     """The one of `Program.own_elements` of which data's last entry is a tile, as it is for these rows and keys."""
 
 
@@ -230,17 +230,17 @@ class Emitter:
                 return Value(name, "int", TILE_SHAPES[name], (least, LONGEST - 1))
             return Value(name, "int", TILE_SHAPES[name], (0, HEADS - 1))
         i = int(name[1:])
-        place = self.start(len(self.program.ranks)) + i
+        offset = self.start(len(self.program.ranks)) + i
         if i in self.options.wide_integers:
-            self.used[f"n{i}"] = f"far_int(data[{place}])"
+            self.used[f"n{i}"] = f"far_int(data[{offset}])"
             return Value(f"n{i}", "wide")
         if self.program.integral[i]:
-            self.used[f"n{i}"] = f"(plain_int(data[{place}]) - {LONGEST})"
+            self.used[f"n{i}"] = f"(plain_int(data[{offset}]) - {LONGEST})"
             dtype = node.meta["val"].dtype
             least, most = (0, 1) if dtype == torch.bool else limits_of(dtype)
             # The launch makes sure of it.
             return Value(f"n{i}", "int", (), (max(least, -LONGEST), min(most, LONGEST)))
-        self.used[f"n{i}"] = f"data[{place}]"
+        self.used[f"n{i}"] = f"data[{offset}]"
         return Value(f"n{i}", "float")
 
     def _call(self, node: fx.Node) -> Value:
@@ -460,14 +460,14 @@ class Emitter:
         if node.meta["read"] in self._tables:
             return self.table(self._tables.index(node.meta["read"]), (Q, K))
         i = int(str(node.args[0].target)[1:])
-        if i == self.options.brought:
+        if i == self.options.tma_tile:
             return self.keep(f"data[{self._behind(len(self._tables))}].to(tl.float32)", "float", (Q, K))
-        dtype, shape = self.program.dtypes[i], self.place_shape(at)
+        dtype, shape = self.program.dtypes[i], self.offset_shape(at)
         self.used[f"t{i}"] = f"data[{self.start(i)}]"
-        places = " + ".join(filter(None, (f"t{i}", self.place(i, at))))
+        pointers = " + ".join(filter(None, (f"t{i}", self.offset(i, at))))
         # Where no index is moved the compiler sees which elements lie side by side.
         rest = f", mask={self.inside(i, at, 'kv_idx')}, other=0" if self._by_units(i, at) else ""
-        loaded = f"tl.load({places}{rest})"
+        loaded = f"tl.load({pointers}{rest})"
         if dtype.is_floating_point:
             return self.keep(f"{loaded}.to(tl.float32)", "float", shape)
         if dtype == torch.bool:
@@ -503,13 +503,13 @@ class Emitter:
 
     def _table_row(self, n: int) -> tuple[str, str]:
         """A pointer to the table of one head, and the place of distance 0."""
-        place = self._behind(n)
+        offset = self._behind(n)
         parts = "pointer", "b", "h", "zero"
         pointer, b, h, zero = (f"d{n}_{part}" for part in parts)
-        self.used |= {name: f"data[{place + i}]" for i, name in enumerate((pointer, b, h, zero))}
+        self.used |= {name: f"data[{offset + i}]" for i, name in enumerate((pointer, b, h, zero))}
         return f"({pointer} + (b * plain_int({b}) + h * plain_int({h})))", f"plain_int({zero})"
 
-    def place(self, tensor: int, at: Sequence[Any], contiguous: bool = False, alone: bool = False) -> str:
+    def offset(self, tensor: int, at: Sequence[Any], contiguous: bool = False, alone: bool = False) -> str:
         """The offset of an element from the tensor's first one. Indices count from the end where they are negative, and
         are kept inside: rows and keys that are not in use have indices too. `alone` leaves all as they are."""
         terms = []
@@ -529,8 +529,8 @@ class Emitter:
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
 
-    def place_shape(self, at: Sequence[Any]) -> tuple[int, ...]:
-        """The shape of `place`, to which indices that are always 0 add nothing."""
+    def offset_shape(self, at: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of `offset`, to which indices that are always 0 add nothing."""
         values = map(self.value, at)
         return broadcast_shape((1, 1), *(value.shape for value in values if value.span != (0, 0)))
 
@@ -553,9 +553,9 @@ class Emitter:
     def _stride(self, tensor: int, dim: int) -> str:
         return self._number(f"t{tensor}_s{dim}", self.start(tensor) + 1 + 2 * dim, self._unit(tensor))
 
-    def _number(self, name: str, place: int, unit: int) -> str:
+    def _number(self, name: str, offset: int, unit: int) -> str:
         """A multiple of the unit, as the compiler is to know."""
-        text = f"plain_int(data[{place}])"
+        text = f"plain_int(data[{offset}])"
         self.used[name] = text if unit == 1 else f"{text} // {unit} * {unit}"
         return name
 

@@ -22,7 +22,7 @@ from torch import fx
 from saccade.scores.codegen.emitter import EmitOptions, Emitter, Value
 from saccade.scores.codegen.program import Program
 from saccade.scores.codegen.ranges import limits_of
-from saccade.scores.recording.trace import name_of, outputs_of, shallow
+from saccade.scores.tracing.lowering import name_of, outputs_of, shallow
 
 PARAMETERS = "data, b, h, q_idx, kv_idx"
 _SCORE = "score"
@@ -34,7 +34,7 @@ class _Other(Exception):
 
 
 def linear_source(program: Program, options: EmitOptions) -> str | None:
-    """`pitch`, and `level`: what is added to a score of product 0; None for a score that is not linear."""
+    """`pitch`, and `bias`: what is added to a score of product 0; None for a score that is not linear."""
     graph = program.value_decomposed.graph
     if not shallow(graph):
         return None
@@ -46,12 +46,12 @@ def linear_source(program: Program, options: EmitOptions) -> str | None:
         return None
     if scores != 1:
         return None
-    level = Emitter(program, options)
-    level.values = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
-    added = level.float(level.value(out))
+    bias = Emitter(program, options)
+    bias.values = {x: Value("0.0", "float") for x in graph.nodes if x.name == _SCORE}
+    added = bias.float(bias.value(out))
     sources = (
         emitter.function("pitch", PARAMETERS, f"return {pitch or '0.0'}"),
-        level.function("level", PARAMETERS, f"return {added}"),
+        bias.function("bias", PARAMETERS, f"return {added}"),
     )
     return "\n\n".join(sources)
 
@@ -113,7 +113,7 @@ def _of_a_row(x: fx.Node) -> bool:
 
 
 _REACH = "data, b, h"
-_LEVEL = "data, b, h, q_idx, kv_idx"
+_BIAS = "data, b, h, q_idx, kv_idx"
 
 
 def has_plateaus(program: Program) -> bool:
@@ -125,24 +125,24 @@ def has_plateaus(program: Program) -> bool:
 
 
 def plateau_source(program: Program, options: EmitOptions) -> str:
-    """`reach`: low and high, the distances up to which and from which on every read has one place; and `level`: what is
+    """`reach`: low and high, the distances up to which and from which on every read has one place; and `bias`: what is
     added to a score at one row and one key. Where every read has one place at all distances, they are all up to low and
     none is from high on: a kernel finds each distance on one side, or in reach."""
     graph = program.value_decomposed.graph
-    level = Emitter(program, options)
+    bias = Emitter(program, options)
     for x in graph.nodes:
         if x.name == "score":
-            level.values[x] = Value("0.0", "float")
+            bias.values[x] = Value("0.0", "float")
         elif _by_distance(x, program):
-            level.values[x] = level.table(_number(x, program), ())
-    text = level.float(level.value(outputs_of(graph)[0]))
+            bias.values[x] = bias.table(_number(x, program), ())
+    text = bias.float(bias.value(outputs_of(graph)[0]))
     reach = Emitter(program, options)
     lows, highs = zip(*(reach.table_reach(n) for n in range(len(program.distance_reads))), strict=True)
     low = _nested("tl.minimum", lows)
     ends = low, _nested("tl.maximum", (low, *highs))
     sources = (
         reach.function("reach", _REACH, f"return {', '.join(f'{x}.to(tl.int32)' for x in ends)}"),
-        level.function("level", _LEVEL, f"return {text}"),
+        bias.function("bias", _BIAS, f"return {text}"),
     )
     return "\n\n".join(sources)
 

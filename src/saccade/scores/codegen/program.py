@@ -22,19 +22,17 @@ from torch import Tensor, fx
 
 from saccade.scores.codegen.assembly import Assembly, Read
 from saccade.scores.codegen.distances import by_distance, depends_on
-from saccade.scores.recording.advice import NO_DERIVATIVE, refusal_of
-from saccade.scores.recording.recorder import Recording, error_text
-from saccade.scores.recording.tape import TILE, Refused
-from saccade.scores.recording.trace import K, Q, Raw, aten, in_order, name_of, outputs_of, trace
-from saccade.scores.recording.tracer import Tracer
-from saccade.util.caches import BoundedCache, CacheInfo, lazily
+from saccade.scores.tracing.lowering import K, Q, Raw, Tracer, aten, in_order, lower, name_of, outputs_of
+from saccade.scores.tracing.tape import NO_DERIVATIVE, TILE, Refused, refusal_of
+from saccade.scores.tracing.trace import Trace, error_text
+from saccade.util.caches import BoundedCache, CacheInfo, cached_attribute
 
 
 class Program:
     """What a score function computes. Its graphs take score, b, h, q_idx, kv_idx, the captured tensors, the numbers,
     and the numbers once more as tensors of no dimensions."""
 
-    recorded: Any = None
+    callbacks: Any = None
     """`ProgramCallbacks`, if it was made of callbacks."""
 
     def __init__(self, name: str, raw: Raw, dtype: torch.dtype) -> None:
@@ -116,7 +114,7 @@ class Program:
                 copies[node] = graph.call_function(node.target, args, kwargs)
                 copies[node].meta = dict(node.meta)
         self.core = graph
-        self._places = at
+        self.read_indices = at
         self.core_module = fx.GraphModule(torch.nn.Module(), graph)
 
     def core_outputs(self) -> tuple[Any, ...]:
@@ -136,10 +134,10 @@ class Program:
             arguments = list(inputs)
             wanted = []
             for name in ("score", *(self.reads[i].name for i in self.differentiable)):
-                place = names.index(name)
+                position = names.index(name)
                 # Every read as large as the tile, so that nothing is summed here.
-                arguments[place] = arguments[place].expand(Q, K).clone().requires_grad_()
-                wanted.append(arguments[place])
+                arguments[position] = arguments[position].expand(Q, K).clone().requires_grad_()
+                wanted.append(arguments[position])
             (modified, *_), at = fx.Interpreter(self.core_module).run(*arguments)
             if not isinstance(modified, Tensor) or not modified.requires_grad:
                 return tuple(0.0 for _ in wanted), at
@@ -174,35 +172,35 @@ class Program:
         """A graph of the derivatives by the reads of the tensors that are wanted, each followed by its indices."""
         return Assembly(self, self.derived).locals(wanted)
 
-    @lazily
+    @cached_attribute
     def indices(self) -> frozenset[str]:
         """Which of b and h it depends on."""
         inputs = self.value.graph.find_nodes(op="placeholder")
         return frozenset(str(node.target) for node in inputs if node.target in ("b", "h") and node.users)
 
-    @lazily
+    @cached_attribute
     def distance_reads(self) -> dict[int, Read]:
         """The reads of numbers by distance, by their numbers among all reads."""
         reads = Assembly(self, self.core).reads()
         return {i: reads[i] for i in self.differentiable if by_distance(reads[i].at)}
 
-    @lazily
+    @cached_attribute
     def distance_inputs(self) -> list[tuple[bool, bool]]:
         """Of each of those, whether its place depends on b, and on h."""
         return [(depends_on("b", read.at), depends_on("h", read.at)) for read in self.distance_reads.values()]
 
-    @lazily
+    @cached_attribute
     def reads_of_keys(self) -> frozenset[int]:
         """The tensors that are read at a key's number itself in their last dimension."""
-        reads = zip(self.read_tensors, self._places, strict=True)
+        reads = zip(self.read_tensors, self.read_indices, strict=True)
         last = ((tensor, at[-1]) for tensor, at in reads if at)
         return frozenset(i for i, x in last if isinstance(x, fx.Node) and x.target == "kv_idx")
 
-    @lazily
+    @cached_attribute
     def own_elements(self) -> dict[int, tuple[str | None, ...]]:
         """The tensors that have an element for each row and key, as each is read once, at these numbers themselves, and
         at those of the batch row or the head. The names of the indices; None: the first element."""
-        reads = zip(self.read_tensors, self._places, strict=True)
+        reads = zip(self.read_tensors, self.read_indices, strict=True)
         found = {}
         for tensor, at in reads:
             zeros = (isinstance(x, fx.Node) and name_of(x) == "zeros_like" for x in at)
@@ -213,7 +211,7 @@ class Program:
                 found[tensor] = indices
         return found
 
-    @lazily
+    @cached_attribute
     def added(self) -> frozenset[int]:
         """Those of which each element is added to a score that is otherwise the product itself, so that the gradients
         of both are one."""
@@ -223,19 +221,19 @@ class Program:
         derivatives = {i: outputs_of(self.locals([i == j for j in tensors])[0].graph) for i in self.own_elements}
         return frozenset(i for i, found in derivatives.items() if found and all(_is_one(x) for x, _ in found))
 
-    @lazily
+    @cached_attribute
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
         graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
         return any(x.target == "b" and x.users for graph in graphs for x in graph.find_nodes(op="placeholder"))
 
-    @lazily
+    @cached_attribute
     def identity(self) -> str:
         """Equal for equal programs, in every process."""
         text = [str(self.value.graph), str(self.slope.graph), str(self.derived), str(self.dtypes), str(self.ranks)]
         text += [str(self.integral), str(self.dtype)]
         # The same expression of what is captured in another order is another program.
-        text += [f"{places} {module and module.graph}" for places, module in (self.before, self.numbers)]
+        text += [f"{order} {module and module.graph}" for order, module in (self.before, self.numbers)]
         return f"{self.name}~{hashlib.sha256(chr(10).join(text).encode()).hexdigest()[:12]}"
 
 
@@ -311,7 +309,7 @@ def _shrink_backward(grad: Tensor, x: Tensor, lambd: Any) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), torch.zeros_like(grad), grad)
 
 
-# The Programs of this process: each new recording is lowered once, by one thread at a time. No user code runs here. A
+# The Programs of this process: each new trace is lowered once, by one thread at a time. No user code runs here. A
 # fork waits until a lowering ends, so that a child process finds nothing half done.
 
 
@@ -319,7 +317,7 @@ T = TypeVar("T")
 
 
 class _ProgramCache:
-    """Programs by the keys of recordings, and by their identities."""
+    """Programs by the keys of traces, and by their identities."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -327,18 +325,18 @@ class _ProgramCache:
         self.by_identity: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
         self.lowered = 0
 
-    def program(self, recording: Recording, name: str) -> Program:
-        key = name, recording.key
+    def program(self, trace: Trace, name: str) -> Program:
+        key = name, trace.key
         program = self.programs.get(key)
         if program is None:
             with self.lock:
-                program = self.programs.get(key) or self.programs.put(key, self._lower(recording, name))
+                program = self.programs.get(key) or self.programs.put(key, self._lower(trace, name))
         return program
 
-    def _lower(self, recording: Recording, name: str) -> Program:
+    def _lower(self, trace: Trace, name: str) -> Program:
         self.lowered += 1
         # Equal programs are one, so that they share what is compiled.
-        return self.unique(_in_thread(lambda: Program(name, trace(recording), recording.tape.dtype)))
+        return self.unique(_in_thread(lambda: Program(name, lower(trace), trace.tape.dtype)))
 
     def derive(self, program: Program, key: str, make: Callable[[], Any]) -> Any:
         """What `make` returns, once for each program. It runs as a lowering does."""
@@ -394,7 +392,7 @@ def program_of(identity: str) -> Any:
 
 
 def cache_info() -> CacheInfo:
-    """How many recordings of score functions were known, and how many had to be traced.
+    """How many traces of score functions were known, and how many had to be traced.
 
     >>> cache_info().maxsize
     256

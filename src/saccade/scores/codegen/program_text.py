@@ -1,7 +1,7 @@
 """Programs as text, which exported graphs carry into other processes, and back.
 
-The text is the graph of aten operations that a recording became. Reading it traces the same operations again, with the
-checks of every recording: nothing else in a file is run.
+The text is the graph of aten operations that a trace became. Reading it traces the same operations again, with the
+checks of every trace: nothing else in a file is run.
 """
 
 # torch.fx types the arguments of nodes as unions of everything.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from saccade.scores.codegen.program import Program, cache, program_of
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.trace import Raw
+from saccade.scores.tracing.lowering import Raw
+from saccade.util.compile_constant import compile_constant
 
 NONE = "-"
 _NAMESPACES = "aten", "prims", "saccade"
@@ -48,7 +48,7 @@ def read_programs(text: str) -> None:
 
 def _described(program: Program) -> dict[str, Any]:
     nodes = list(program.raw.module.graph.nodes)
-    places = {node: i for i, node in enumerate(nodes)}
+    numbers_of = {node: i for i, node in enumerate(nodes)}
     inputs = [node.meta["val"] for node in nodes if node.op == "placeholder"]
     return {
         "name": program.name,
@@ -56,11 +56,11 @@ def _described(program: Program) -> dict[str, Any]:
         "inputs": [[_word(x.dtype), list(x.shape)] for x in inputs],
         "tensors": program.raw.inputs[0],
         "steps": [
-            [str(node.target), _plain(node.args, places), _plain(node.kwargs, places)]
+            [str(node.target), _plain(node.args, numbers_of), _plain(node.kwargs, numbers_of)]
             for node in nodes
             if node.op == "call_function"
         ],
-        "outputs": _plain(nodes[-1].args[0], places),
+        "outputs": _plain(nodes[-1].args[0], numbers_of),
     }
 
 
@@ -68,14 +68,14 @@ def _word(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _plain(x: Any, places: dict[fx.Node, int]) -> Any:
+def _plain(x: Any, numbers_of: dict[fx.Node, int]) -> Any:
     """An argument of a node, of what JSON has."""
     if isinstance(x, fx.Node):
-        return {"node": places[x]}
+        return {"node": numbers_of[x]}
     if isinstance(x, (tuple, list)):
-        return [_plain(y, places) for y in x]
+        return [_plain(y, numbers_of) for y in x]
     if isinstance(x, dict):
-        return {"named": {key: _plain(y, places) for key, y in x.items()}}
+        return {"named": {key: _plain(y, numbers_of) for key, y in x.items()}}
     for kind, word in _TYPES.items():
         if isinstance(x, kind):
             return {word: _word(x)}

@@ -16,7 +16,7 @@ from saccade.scores.codegen.assembly import Read
 from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.trace import K, Q, outputs_of
+from saccade.scores.tracing.lowering import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"
 
@@ -40,35 +40,35 @@ def sees_source(program: Program, options: EmitOptions) -> str:
 
 
 def table_source(program: Program, options: EmitOptions, read: Read) -> str:
-    """`value(data, score, …)`: what one read by distance reads; and `place`: where, in a contiguous tensor."""
+    """`value(data, score, …)`: what one read by distance reads; and `offset`: where, in a contiguous tensor."""
     emitter = Emitter(program, options)
-    place = emitter.place(read.tensor, read.at) or "kv_idx * 0"
+    offset = emitter.offset(read.tensor, read.at) or "kv_idx * 0"
     emitter.used["tensor"] = f"data[{emitter.start(read.tensor)}]"
-    value = emitter.function("value", PARAMETERS, f"return tl.load(tensor + {place}).to(tl.float32)")
-    return f"{value}\n\n{_place(program, options, read, 'place')}"
+    value = emitter.function("value", PARAMETERS, f"return tl.load(tensor + {offset}).to(tl.float32)")
+    return f"{value}\n\n{_offset_source(program, options, read, 'offset')}"
 
 
-def level_scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
+def bias_scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool]) -> str:
     """`scatter(ADD, sums, data, ds, b, h, distance)`: the same as `scatter`, of scores that are sums of reads by
     distance, for values ds that belong to one distance each."""
     module, reads = program.locals(wanted)
     emitter = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
-    places = []
+    functions = []
     for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
-        places.append(_place(program, options, replace(read, at=at), f"place{n}"))
-        place = f"place{n}(data, ds, b, h, distance * 0, distance)"
+        functions.append(_offset_source(program, options, replace(read, at=at), f"offset{n}"))
+        offset = f"offset{n}(data, ds, b, h, distance * 0, distance)"
         value = emitter.float(emitter.value(local))
-        emitter.lines.append(f"ADD(sums[{order.index(read.tensor)}], {place}, ds * {value})")
+        emitter.lines.append(f"ADD(sums[{order.index(read.tensor)}], {offset}, ds * {value})")
     scatter = emitter.function("scatter", "ADD: tl.constexpr, sums, data, ds, b, h, distance", "pass")
-    return "\n\n".join([*places, scatter])
+    return "\n\n".join([*functions, scatter])
 
 
-def _place(program: Program, options: EmitOptions, read: Read, name: str) -> str:
-    """`place(data, score, …)`: where a read by distance reads, in a contiguous tensor, for each of kv_idx."""
+def _offset_source(program: Program, options: EmitOptions, read: Read, name: str) -> str:
+    """`offset(data, score, …)`: where a read by distance reads, in a contiguous tensor, for each of kv_idx."""
     emitter = Emitter(program, options)
-    text = emitter.place(read.tensor, read.at, contiguous=True) or "0"
-    each = "" if emitter.place_shape(read.at) == (Q, K) else " + kv_idx * 0"
+    text = emitter.offset(read.tensor, read.at, contiguous=True) or "0"
+    each = "" if emitter.offset_shape(read.at) == (Q, K) else " + kv_idx * 0"
     return emitter.function(name, PARAMETERS, f"return {text}{each}")
 
 
@@ -77,7 +77,7 @@ def reads_tiles(program: Program) -> bool:
     return any(tuple(read.meta["val"].shape) == (Q, K) for read in program.reads)
 
 
-def steady(program: Program) -> bool:
+def unit_slope(program: Program) -> bool:
     """Whether the slope is 1 everywhere."""
     return outputs_of(program.slope.graph)[0] in (1, 1.0)
 
@@ -93,29 +93,29 @@ def _returning(emitter: Emitter, name: str, module: fx.GraphModule, scalar: bool
 
 def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool], alone: Container[int] = ()) -> str:
     """`scatter(ADD, sums, data, ds, score, …)`: adds ds · d modified / d tensor to the sums of tensors, each
-    contiguous, by `ADD(sum, place, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
+    contiguous, by `ADD(sum, offset, value)`. Rows of a tile are queries, columns keys; ds is 0 where nothing is
     visible. alone: tensors of which every score has an element of its own, which is stored."""
     module, reads = program.locals(wanted)
     emitter = Emitter(program, options)
     order = [i for i, want in enumerate(wanted) if want]
-    places = []
+    functions = []
     for n, (read, (local, at)) in enumerate(zip(reads, outputs_of(module.graph), strict=True)):
         target = f"sums[{order.index(read.tensor)}]"
         value = emitter.float(emitter.value(local))
         emitter.lines.append(f"g{n} = tl.where(ds == 0, 0.0, ds * {value})")
         if read.tensor in alone:
-            place = f"{target} + ({emitter.place(read.tensor, at, contiguous=True, alone=True)})"
+            offset = f"{target} + ({emitter.offset(read.tensor, at, contiguous=True, alone=True)})"
             inside = emitter.inside(read.tensor, at, "q_idx", "kv_idx")
-            emitter.lines.append(f"tl.store({place}, g{n}.to({target}.dtype.element_ty), mask={inside})")
+            emitter.lines.append(f"tl.store({offset}, g{n}.to({target}.dtype.element_ty), mask={inside})")
             continue
-        shape = emitter.place_shape(at)
+        shape = emitter.offset_shape(at)
         if shape == (Q, K) and options.indices != "rows" and by_distance(at):
-            places.append(_place(program, options, replace(read, at=at), f"place{n}"))
+            functions.append(_offset_source(program, options, replace(read, at=at), f"offset{n}"))
             emitter.lines.append("near, far = distances(q_idx, kv_idx)")
-            ways = (f"place{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
+            ways = (f"offset{n}(data, score, b, h, {part} * 0, {part})" for part in ("near", "far"))
             emitter.lines.append(f"add_diagonals(ADD, {target}, {', '.join(ways)}, g{n})")
             continue
-        text = emitter.place(read.tensor, at, contiguous=True) or "0"
+        text = emitter.offset(read.tensor, at, contiguous=True) or "0"
         total = {
             (Q, K): f"g{n}",
             (Q, 1): f"tl.sum(g{n}, 1, keep_dims=True)",
@@ -125,4 +125,4 @@ def scatter_source(program: Program, options: EmitOptions, wanted: Sequence[bool
         emitter.lines.append(f"ADD({target}, {text}, {total})")
     parameters = PARAMETERS.replace("data, ", "data, ds, ")
     scatter = emitter.function("scatter", f"ADD: tl.constexpr, sums, {parameters}", "pass")
-    return "\n\n".join([*places, scatter])
+    return "\n\n".join([*functions, scatter])

@@ -71,13 +71,13 @@ class BackwardScoreArgs(NamedTuple):
     score: Any
     """a DeviceScore"""
     scale: Any
-    flat: Any
+    constant_beyond: Any
     """constexpr: tiles beyond the reach of the score's tables have steps of their own"""
     tight: Any
     """constexpr: functions capture so much that there is less room for tiles: see `BackwardConfig.shared_bytes`"""
-    level_sums: Any
+    bias_sums: Any
     """float32 (b, h_q, kv blocks, 2, threads of both consumers): what each thread's ds beyond the reach add up to, see
-    `LevelSums`; or None"""
+    `BiasSums`; or None"""
     captured: Any
     """a CapturedTileArgs of the tensor of which the score function takes tiles, or None"""
     gradient: Any
@@ -111,7 +111,7 @@ class BackwardArgs:
     """-lse / scale and -delta are what products are accumulated onto, in place of zeros."""
     MASKED: gl.constexpr
     """Some q blocks need the mask."""
-    level_sums: Value
+    bias_sums: Value
     """see BackwardScoreArgs, as the next two"""
     captured: Value
     gradient: Value

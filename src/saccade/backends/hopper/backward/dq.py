@@ -124,21 +124,21 @@ def preprocess_kernel(
     out_tile = load_tile(out, head(out, b, h, sequence), first, rows, ROWS, D_V, BLOCK_DV, True).to(tl.float32)
     # [ROWS]
     q_idx = first + tl.arange(0, ROWS)
-    place = bh.to(tl.int64) * s_q + sequence + q_idx
+    offset = bh.to(tl.int64) * s_q + sequence + q_idx
     row = -tl.sum(dout_tile * out_tile, 1)
     if dlse is not None:
-        row += tl.load(dlse + place, mask=q_idx < rows, other=0.0)
-    row_lse = tl.load(lse + place, mask=q_idx < rows, other=float("-inf"))
+        row += tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
+    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
     padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(neg_delta + padded, row)
     if delta is not None:
-        tl.store(delta + place, -row, mask=q_idx < there)
+        tl.store(delta + offset, -row, mask=q_idx < there)
     tl.store(neg_lse + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
     tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
     for piece in tl.static_range(BLOCK_D // 64):
         # [ROWS 64]
-        places = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
-        tl.store(tile + places, tl.zeros([ROWS * 64], tl.float32))
+        pointers = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
+        tl.store(tile + pointers, tl.zeros([ROWS * 64], tl.float32))
 
 
 @gluon.jit
@@ -189,8 +189,8 @@ def postprocess_kernel(
     stride = plain_int(dq.stride_s)
     if dq.wide:
         stride = stride.to(gl.int64)
-    place = (q_idx * (stride * dq.unit))[:, None] + d[None, :]
-    gl.store(head(dq, b, h, sequence) + place, y, mask=(q_idx < there)[:, None] & (d < D)[None, :])
+    offset = (q_idx * (stride * dq.unit))[:, None] + d[None, :]
+    gl.store(head(dq, b, h, sequence) + offset, y, mask=(q_idx < there)[:, None] & (d < D)[None, :])
 
 
 @gluon.jit

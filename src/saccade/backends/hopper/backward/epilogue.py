@@ -42,16 +42,16 @@ def store_keys(desc, x, tile, rows, block, key, COLUMN: gl.constexpr):
 @gluon.jit
 def dq_tile(c: gl.constexpr, n, block, args):
     """Which tile of dq_accum consumer c's half of dq of step n is."""
-    h, q_block = block.place(n, args.group)
+    h, q_block = block.step_at(n, args.group)
     return block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * 2 + c
 
 
 @gluon.jit
 def store_ds(c: gl.constexpr, desc, tile, n, block, args):
     """Stores ds of consumer c's keys and the rows of step n, where it is the gradient of a captured tensor."""
-    h, q_block = block.place(n, args.group)
-    b = block.b if args.gradient.by_row else block.b * 0
-    h = h if args.gradient.by_head else h * 0
+    h, q_block = block.step_at(n, args.group)
+    b = block.b if args.gradient.per_batch_row else block.b * 0
+    h = h if args.gradient.per_head else h * 0
     tma_store(desc, [b, h, q_block * args.kv_blocks.BLOCK_Q, block.start + c * 64], tile)
 
 
@@ -85,7 +85,7 @@ def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, 
     for n in range(steps):
         tile = dq_tile(c, n, block, args)
         if semaphore is not None:
-            acquire(semaphore, tile, args.kv_blocks, block, block.place(n, args.group)[1], 1)
+            acquire(semaphore, tile, args.kv_blocks, block, block.step_at(n, args.group)[1], 1)
         outbox.receive(c)
         if gradient_desc is not None:
             # dq was made of it: all of it is there. The consumer overwrites it after the wait for the next place.
@@ -172,5 +172,5 @@ def clear_kernel(
     for i in range(start, gl.minimum(start + ROWS, q_blocks)):
         if (i < block.first) | (i >= block.end):
             q_idx = i * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))[:, None]
-            place = head + q_idx.to(gl.int64) * stride_s + kv_idx
-            gl.store(place, zero, mask=(q_idx < s_q) & (kv_idx < s_k))
+            offset = head + q_idx.to(gl.int64) * stride_s + kv_idx
+            gl.store(offset, zero, mask=(q_idx < s_q) & (kv_idx < s_k))

@@ -18,7 +18,7 @@ from saccade.backends.device.dropout import opened
 from saccade.backends.hopper.backward.args import BackwardArgs, issue_product, issue_sums, no_sums
 from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_place
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
 from saccade.backends.hopper.backward.load import load_items
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -81,7 +81,7 @@ class StepSums:
     """[64, BLOCK_D], in parts"""
     dv: Value
     """[64, BLOCK_DV], in parts"""
-    levels: Value
+    biases: Value
     """each thread's sums of ds, [32, 4], of rows behind these keys and before them that are beyond the reach of the
     score's tables; () where nobody wants them"""
 
@@ -147,9 +147,9 @@ class Consumer:
             return (tile.load(product_layout(BLOCK_Q)),)
 
     @gluon.jit
-    def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, FLAT: gl.constexpr = False):
+    def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr = False):
         """One more q block: its dk and dv, and dq of the step before. Returns the StepSums, and the next step's -lse
-        and bounds, of the q block `following`, if FOLD. FLAT: it lies beyond the reach of the score's tables."""
+        and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables."""
         dk = sums.dk
         dv = sums.dv
         c: gl.constexpr = self.c
@@ -161,11 +161,11 @@ class Consumer:
         own = bounds
         if MASKED and not FOLD:  # they come while s is computed
             own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
-        level = ()
-        if FLAT:
+        bias = ()
+        if BEYOND:
             row, start = q_block * BLOCK_Q, self.block.start
-            level = (self.args.score.level(self.args.score.data, self.block.b, h, row, start),)
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, level)
+            bias = (self.args.score.bias(self.args.score.data, self.block.b, h, row, start),)
+        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, bias)
         zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
         stage = n % 2
         # [64, BLOCK_D]
@@ -205,13 +205,13 @@ class Consumer:
         if self.dropout is not None:
             delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
             ds = score_gradient(p, dp, delta, self.dropout.factor)
-            levels = self.add_levels(sums.levels, ds, h, q_block)
+            biases = self.add_biases(sums.biases, ds, h, q_block)
             ds = ds.to(DTYPE)
         else:
             if not FOLD:
                 dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
             ds = p * dp
-            levels = self.add_levels(sums.levels, ds, h, q_block)
+            biases = self.add_biases(sums.biases, ds, h, q_block)
             ds = ds.to(DTYPE)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
         shared.ds.tile(c, n).store(ds)
@@ -226,35 +226,35 @@ class Consumer:
             neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(columns)
         dk = wait_for_sums(0, dk)
         shared.q_ring.release(n)
-        return StepSums(dk, dv, levels), neg_lse, bounds
+        return StepSums(dk, dv, biases), neg_lse, bounds
 
     @gluon.jit
-    def add_levels(self, levels, ds, h, q_block):
+    def add_biases(self, biases, ds, h, q_block):
         """The sums of ds [64, BLOCK_Q] beyond the reach, with those of this step."""
-        if self.args.level_sums is None:
-            return levels
+        if self.args.bias_sums is None:
+            return biases
         else:
             kv_blocks = self.args.kv_blocks
             behind, before = self.block.side(q_block, self.args.score, h, kv_blocks.BLOCK_Q, kv_blocks.BLOCK_K)
             total = thread_sums(ds)
-            return levels[0] + gl.where(behind, total, 0.0), levels[1] + gl.where(before, total, 0.0)
+            return biases[0] + gl.where(behind, total, 0.0), biases[1] + gl.where(before, total, 0.0)
 
     @gluon.jit
-    def store_levels(self, levels):
+    def store_biases(self, biases):
         """Writes the sums of each thread."""
-        if self.args.level_sums is not None:
+        if self.args.bias_sums is not None:
             THREADS: gl.constexpr = 128
             block = self.block
             number = (block.b * self.args.h_q + block.share).to(gl.int64)
             number = number * gl.cdiv(self.args.kv_blocks.s_k, self.args.kv_blocks.BLOCK_K)
             number = number + block.start // self.args.kv_blocks.BLOCK_K
-            layout: gl.constexpr = levels[0].type.layout
+            layout: gl.constexpr = biases[0].type.layout
             # [32, 4]
             thread = gl.arange(0, 32, gl.SliceLayout(1, layout))[:, None] * 4
             thread = thread + gl.arange(0, 4, gl.SliceLayout(0, layout))[None, :]
-            first = self.args.level_sums + number * (4 * THREADS) + self.c * THREADS
-            gl.store(first + thread, levels[0])
-            gl.store(first + 2 * THREADS + thread, levels[1])
+            first = self.args.bias_sums + number * (4 * THREADS) + self.c * THREADS
+            gl.store(first + thread, biases[0])
+            gl.store(first + 2 * THREADS + thread, biases[1])
 
     @gluon.jit
     def steps(self, sums):
@@ -272,27 +272,27 @@ class Consumer:
         neg_lse = gl.zeros([BLOCK_Q], gl.float32, columns)
         if self.args.FOLD:
             neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
-        FLAT: gl.constexpr = self.args.kv_blocks.score is not None
-        if self.args.MASKED or FLAT:
+        BEYOND: gl.constexpr = self.args.kv_blocks.score is not None
+        if self.args.MASKED or BEYOND:
             masked = first + block.edges(group)
             blocks = block.edges(1)
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(first, masked, disable_licm=True):
-                place = h, block.edge(i)
-                h, i = next_place(h, i, blocks)
+                tile = h, block.edge(i)
+                h, i = next_step(h, i, blocks)
                 sums, neg_lse, bounds = self.step(
-                    sums, neg_lse, bounds, n, *place, block.edge(i), self.args.MASKED, False
+                    sums, neg_lse, bounds, n, *tile, block.edge(i), self.args.MASKED, False
                 )
             blocks = block.steps(1) - blocks
             h = block.share * group
             i = gl.to_tensor(0)
             for n in tl.range(masked, end, disable_licm=True):
-                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, FLAT)
-                h, i = next_place(h, i, blocks)
+                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, BEYOND)
+                h, i = next_step(h, i, blocks)
         else:
             for n in tl.range(first, end, disable_licm=True):
-                h, q_block = block.place(n - first, group)
+                h, q_block = block.step_at(n - first, group)
                 sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, q_block, 0, False)
         return sums
 
@@ -336,14 +336,14 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         if item > 0:  # the last dk has left
             tma.store_wait(0)
             shared.items.release(item - 1)
-    levels = ()
-    if args.level_sums is not None:
+    biases = ()
+    if args.bias_sums is not None:
         zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, product_layout(args.kv_blocks.BLOCK_Q)))
-        levels = zero, zero
-    sums = consumer.steps(StepSums(dk, dv, levels))
+        biases = zero, zero
+    sums = consumer.steps(StepSums(dk, dv, biases))
     dk = sums.dk
     dv = sums.dv
-    consumer.store_levels(sums.levels)
+    consumer.store_biases(sums.biases)
     shared.ds.take(c, end - 1)
     dq = consumer.issue_dq(end - 1)
     factor = 1.0 if dropout is None else dropout.factor
@@ -396,7 +396,7 @@ BLOCK_K = gl.constexpr(128)
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
-    gradient_desc, packed, counter, spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
+    gradient_desc, packed, counter, span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
@@ -455,11 +455,19 @@ def backward_kernel(
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
     kv_blocks = KVBlocks(
-        scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, scores.score if scores.flat else None
+        scores.mask,
+        span_q,
+        span_k,
+        s_q,
+        s_k,
+        q_blocks,
+        BLOCK_Q,
+        BLOCK_K,
+        scores.score if scores.constant_beyond else None,
     )
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED,
-        scores.level_sums, scores.captured, scores.gradient,
+        scores.bias_sums, scores.captured, scores.gradient,
     )  # fmt: skip
     start_next()
     gl.warp_specialize([

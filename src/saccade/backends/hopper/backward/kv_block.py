@@ -49,7 +49,7 @@ class KVBlock:
     """where its list of q blocks begins, or None"""
     own_number: Value
     """with a list which list it is, and packed which of all kv blocks; else None"""
-    FLAT: gl.constexpr
+    BEYOND: gl.constexpr
     """[core, core_end) are those in reach of the score's tables, and those that need the mask; all others, which come
     after them, do not"""
 
@@ -58,8 +58,8 @@ class KVBlock:
 
     @gluon.jit
     def steps(self, group):
-        """All heads of the share: first their blocks outside of the core, then the core's, head after head; if FLAT the
-        other way round."""
+        """All heads of the share: first their blocks outside of the core, then the core's, head after head; if BEYOND
+        the other way round."""
         if self.block_list is None:
             return group * (self.end - self.first)
         else:
@@ -68,7 +68,7 @@ class KVBlock:
     @gluon.jit
     def edges(self, group):
         """The steps that come first: those that need the mask."""
-        if self.FLAT:
+        if self.BEYOND:
             return group * (self.core_end - self.core)
         elif self.block_list is None:
             return group * (self.end - self.first - (self.core_end - self.core))
@@ -78,7 +78,7 @@ class KVBlock:
     @gluon.jit
     def edge(self, i):
         """A head's i-th q block of those."""
-        if self.FLAT:
+        if self.BEYOND:
             return self.core + i
         elif self.block_list is None:
             return self.outside(i)
@@ -88,39 +88,39 @@ class KVBlock:
     @gluon.jit
     def outside(self, i):
         """A head's i-th q block before or after the core."""
-        place = self.first + i
-        return gl.where(place < self.core, place, place - self.core + self.core_end)
+        offset = self.first + i
+        return gl.where(offset < self.core, offset, offset - self.core + self.core_end)
 
     @gluon.jit
     def inner(self, i):
         """A head's i-th q block of the others."""
-        if self.FLAT:
+        if self.BEYOND:
             return self.outside(i)
         else:
             return self.q_block(self.core + i)
 
     @gluon.jit
-    def q_block(self, place):
+    def q_block(self, offset):
         """The q block at a place of [first, end)."""
         if self.block_list is None:
-            return place
+            return offset
         else:
-            return gl.load(self.block_list + place)
+            return gl.load(self.block_list + offset)
 
     @gluon.jit
-    def place(self, n, group):
+    def step_at(self, n, group):
         """Head and q block of step n."""
         outer = n < self.edges(group)
         early = outer
-        if self.FLAT:
+        if self.BEYOND:
             outer = n >= self.edges(group)
         inside = self.core_end - self.core
         outside = self.end - self.first - inside
         blocks = gl.where(outer, outside, inside)
-        n -= gl.where(early, 0, group * (inside if self.FLAT else outside))
-        place = gl.where(outer, self.first, self.core) + n % blocks
+        n -= gl.where(early, 0, group * (inside if self.BEYOND else outside))
+        offset = gl.where(outer, self.first, self.core) + n % blocks
         h = self.share * group + n // blocks
-        return h, self.q_block(place + gl.where(outer & (place >= self.core), inside, 0))
+        return h, self.q_block(offset + gl.where(outer & (offset >= self.core), inside, 0))
 
     @gluon.jit
     def side(self, q_block, score, h, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
@@ -164,7 +164,7 @@ class KVBlock:
 
 
 @gluon.jit
-def next_place(h, i, blocks):
+def next_step(h, i, blocks):
     """The next head and block where each head has so many of them; cheaper than a division in every step."""
     last = i + 1 == blocks
     return gl.where(last, h + 1, h), gl.where(last, 0, i + 1)
@@ -220,10 +220,12 @@ class KVBlocks:
             )
         else:
             first, core, core_end, end = self.visit_range(b, start, rows, keys)
-            FLAT: gl.constexpr = self.score is not None
-            if FLAT:
+            BEYOND: gl.constexpr = self.score is not None
+            if BEYOND:
                 core, core_end = self.in_reach(b, share, start, first, core, core_end, end)
-            return KVBlock(b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, FLAT)
+            return KVBlock(
+                b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, BEYOND
+            )
 
     @gluon.jit
     def in_reach(self, b, h, start, first, core, core_end, end):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from saccade.backends import Launches, Saved
 from saccade.backends.device import block_lists, distance_tables, dropout, masks, positions, scores
+from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device, per_row
-from saccade.backends.device.level_sums import LevelSums
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.hopper import GRADIENT
 from saccade.backends.hopper.backward.args import BackwardScoreArgs, PackedGradients
@@ -36,17 +36,17 @@ def captured_of(call: Call, saved: Saved) -> BackwardCapture | None:
     return None if found is None or config.shared_bytes(call, True, True) > SHARED_BYTES else found
 
 
-def level_sums_of(call: Call, saved: Saved) -> LevelSums | None:
+def bias_sums_of(call: Call, saved: Saved) -> BiasSums | None:
     """Memory for sums of ds, which `backward` fills; None where it makes none."""
     config = BackwardConfig.of(call.q.shape[3], call.v.shape[3])
     if not config.stays or call.scoreless:
         return None
     blocks = -(-call.k.shape[2] // config.block_k)
-    return LevelSums.of(call, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
+    return BiasSums.of(call, saved, (config.block_q, config.block_k), blocks, CONSUMER_THREADS)
 
 
 def backward(
-    call: Call, launches: Launches, saved: Saved, levels: LevelSums | None, captured: BackwardCapture | None
+    call: Call, launches: Launches, saved: Saved, biases: BiasSums | None, captured: BackwardCapture | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv and dsink."""
     q, k, v = call.q, call.k, call.v
@@ -63,7 +63,7 @@ def backward(
             "backward",
             saved.dlse is None,
             call.scale > scores.LEAST_SCALE,
-            levels is None,
+            biases is None,
             dout.stride(),
             out.stride(),
         )
@@ -74,7 +74,7 @@ def backward(
             processors = multiprocessors(q.device)
             plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)
             launches[key] = plan
-        mask = block_lists.record(call, launches, config.block_q, config.block_k, by_keys=True)
+        mask = block_lists.device_args(call, launches, config.block_q, config.block_k, by_keys=True)
         spans = positions.spans(call, positions.table(call, launches, 1, config.block_k) if packed else None)
         space = workspace(call, launches, plan, mask, spans)
         delta = per_row(call, call.sink is not None)
@@ -85,7 +85,7 @@ def backward(
             shares = share_by_share(dk, plan.divided), share_by_share(dv, plan.divided)
         tables = distance_tables.tables(call, launches, fast=True)
         written = dq, *shares, dk, dv
-        all_given = arguments(call, plan, saved, written, space, mask, spans, tables, levels, captured)
+        all_given = arguments(call, plan, saved, written, space, mask, spans, tables, biases, captured)
         for launch, given in zip(plan.launches, all_given, strict=True):
             launch(q.device.index, *given)
     return dq, dk, dv, sink_gradient(call, launches, saved, delta)
@@ -118,7 +118,7 @@ def arguments(
     mask: masks.DeviceMask,
     spans: tuple[Any, Any],
     tables: Sequence[Any] = (),
-    levels: LevelSums | None = None,
+    biases: BiasSums | None = None,
     captured: BackwardCapture | None = None,
 ) -> Iterator[tuple[Any, ...]]:
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
@@ -138,11 +138,13 @@ def arguments(
     tensors = call.q, call.k, call.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if call.layout.ragged_keys else None
     own = dq_accum if drawn is None else drawn  # programs that draw nothing add to dq_accum without a descriptor
-    score = scores.record(call, fast=True, tables=tables, brought=captured and captured.tile.number)
-    flat, sums = FLAGS[plan.flat], None if levels is None else levels.sums
+    score = scores.device_args(call, fast=True, tables=tables, tma_tile=captured and captured.tile.number)
+    constant_beyond, sums = FLAGS[plan.constant_beyond], None if biases is None else biases.sums
     found = (None, None) if captured is None else captured.args
-    score_args = BackwardScoreArgs(mask, score, scale, flat, FLAGS[plan.tight], sums, *found, dropout.record(call))
-    rest = packed, own, spans, score_args, plan.order, semaphore
+    score_args = BackwardScoreArgs(
+        mask, score, scale, constant_beyond, FLAGS[plan.tight], sums, *found, dropout.device_args(call)
+    )
+    rest = packed, own, span_q, span_k, score_args, plan.order, semaphore
     if drawn is None:
         yield tensors[:-1], rest
     else:

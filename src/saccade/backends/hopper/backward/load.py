@@ -43,13 +43,13 @@ def clear(tiles, first, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHUNKS:
 
 
 @aggregate
-class QBlockPlace:
-    """BLOCK_Q rows of one head: where they are in q and dout, and, at `place`, in -lse and -delta."""
+class QBlockRows:
+    """BLOCK_Q rows of one head: where they are in q and dout, and, at `offset`, in -lse and -delta."""
 
     b: gl.tensor
     h: gl.tensor
     row: gl.tensor
-    place: gl.tensor
+    offset: gl.tensor
     used: gl.tensor
     """how many rows are in use"""
     whole: Value
@@ -60,12 +60,12 @@ class QBlockPlace:
 def q_block_of(block, n, args):
     """The QBlockPlace of step n."""
     BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
-    h, q_block = block.place(n, args.group)
+    h, q_block = block.step_at(n, args.group)
     row = q_block * BLOCK_Q
-    place = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
+    offset = block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks) * BLOCK_Q
     whole = args.kv_blocks.span_q is None or row + BLOCK_Q <= block.rows
     b, at = block.row_of_q(row)
-    return QBlockPlace(b, h, at, place, block.rows - row, whole)
+    return QBlockRows(b, h, at, offset, block.rows - row, whole)
 
 
 @aggregate
@@ -94,7 +94,7 @@ class RowLoader:
         tiles = self.ring.tiles
         first = self.ring.first_of(stage)
         copy(self.desc, q_block.b, q_block.h, q_block.row, barrier, tiles, first, self.COLUMNS, self.CHUNKS)
-        tma_load(self.numbers_desc, [q_block.place], barrier, self.numbers.index(stage))
+        tma_load(self.numbers_desc, [q_block.offset], barrier, self.numbers.index(stage))
 
     @gluon.jit
     def end(self, n, tails, q_block):
@@ -210,8 +210,8 @@ def start_q(q, captured_desc, shared, n, block, q_block, args):
         barrier = q.ring.target(stage, q_block.whole)
         mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
         q.copy(stage, barrier, q_block)
-        b = q_block.b if args.captured.by_row else q_block.b * 0
-        h = q_block.h if args.captured.by_head else q_block.h * 0
+        b = q_block.b if args.captured.per_batch_row else q_block.b * 0
+        h = q_block.h if args.captured.per_head else q_block.h * 0
         for c in gl.static_range(2):
             tma_load(
                 captured_desc, [b, h, q_block.row, block.start + c * 64], barrier, shared.captured.index(2 * stage + c)

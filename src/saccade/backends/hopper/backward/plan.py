@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 from triton.experimental.gluon import language as gl
 
-from saccade.backends.device import dropout, level_sums, masks, positions, scores
+from saccade.backends.device import bias_sums, dropout, masks, positions, scores
 from saccade.backends.device.records import TensorArgs, runtime_bytes
 from saccade.backends.hopper.backward.dq import PIECE, postprocess_kernel, preprocess_kernel, rank_kernel
 from saccade.backends.hopper.backward.epilogue import CHUNK, TILE, clear_kernel, share_sums_kernel
@@ -95,16 +95,16 @@ class BackwardConfig:
 
     def tile_bytes(self, captured: bool, tight: bool) -> int:
         """Shared memory of tiles, where programs stay: of q, dout, ds, their LSE and delta two, and one of dq."""
-        k_places = 1 if (captured or tight) and self.columns > 64 else 2
-        v_places = 1 if tight or self.v_columns > 64 else 2
+        k_slots = 1 if (captured or tight) and self.columns > 64 else 2
+        v_slots = 1 if tight or self.v_columns > 64 else 2
         rows = 4 * (self.columns + self.v_columns) + 4 * self.block_k + 16 + 4 * self.columns + 512 * captured
-        return self.block_q * rows + 2 * self.block_k * (k_places * self.columns + v_places * self.v_columns)
+        return self.block_q * rows + 2 * self.block_k * (k_slots * self.columns + v_slots * self.v_columns)
 
     def shared_bytes(self, call: Call, captured: bool, tight: bool) -> int:
         """At most, with what the call hands to the warps, which is more for each tensor that its functions capture.
         tight: with one place for a tile of values, and for one of long keys, where there are two."""
-        rules = masks.record(call), scores.record(call, fast=True), dropout.record(call)
-        given = runtime_bytes((*rules, *positions.spans(call)))
+        records = masks.device_args(call), scores.device_args(call, fast=True), dropout.device_args(call)
+        given = runtime_bytes((*records, *positions.spans(call)))
         if isinstance(call.score, Traced):
             given += TABLE_BYTES * len(call.score.program.distance_inputs)
         return self.tile_bytes(captured, tight) + HANDED + given
@@ -120,7 +120,7 @@ class BackwardPlan:
     """What calls of one key share: no tensors, and no values."""
 
     fold: bool
-    flat: bool
+    constant_beyond: bool
     """Blocks beyond the reach of the score's tables have steps of their own."""
     tight: bool
     """Functions capture so much that there is less room for tiles."""
@@ -165,8 +165,8 @@ class BackwardPlan:
         divided = shares_of(call.group, programs, processors * (1 if call.mask is None else BALANCE))
         if call.mask is not None and "h" in call.mask.indices:  # a list is of one head
             divided = call.group
-        flat = config.stays and not call.deterministic and level_sums.flat(call)
-        if flat:  # what is in reach is so for one head
+        constant_beyond = config.stays and not call.deterministic and bias_sums.constant_beyond(call)
+        if constant_beyond:  # what is in reach is so for one head
             divided = call.group
         dq, dk, dv = gradients
         if divided > 1:
@@ -174,8 +174,8 @@ class BackwardPlan:
         operands = (q, block_q), (k, block_k), (v, block_k), (dout, block_q), (dk, 64), (dv, 64)
         parts = blocks * block_q // config.prepared_rows
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
-        listed = call.mask is not None and call.mask.listed
-        spills = listed or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
+        block_sparse = call.mask is not None and call.mask.block_sparse
+        spills = block_sparse or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
         plain_scores = call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
         masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
@@ -222,7 +222,7 @@ class BackwardPlan:
             chained,
         )
         launches = preprocess, main, postprocess
-        if call.deterministic and not listed:
+        if call.deterministic and not block_sparse:
             sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k}
             one_warp = {**OPTIONS, "num_warps": 1}
             ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
@@ -233,7 +233,7 @@ class BackwardPlan:
             launches = *launches, summing(call, divided)
         return BackwardPlan(
             fold=fold,
-            flat=flat,
+            constant_beyond=constant_beyond,
             tight=config.stays and config.shared_bytes(call, captured is not None, False) > SHARED_BYTES,
             launches=launches,
             ranks=(b, kv_blocks, blocks) if call.deterministic else None,

@@ -27,10 +27,10 @@ def bounds_of_rows(kv_blocks, block, q_block, layout: gl.constexpr):
     [BLOCK_Q] each, a tuple. () where rows have no bounds in memory."""
     if kv_blocks.mask.bounded:
         BLOCK_Q: gl.constexpr = kv_blocks.BLOCK_Q
-        place = block.q_block_number(0, q_block, 1, kv_blocks.q_blocks) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout)
-        hi = gl.load(kv_blocks.mask.data[1].hi + place)
-        if kv_blocks.mask.lower:
-            return hi, gl.load(kv_blocks.mask.data[1].lo + place)
+        offset = block.q_block_number(0, q_block, 1, kv_blocks.q_blocks) * BLOCK_Q + gl.arange(0, BLOCK_Q, layout)
+        hi = gl.load(kv_blocks.mask.data[1].hi + offset)
+        if kv_blocks.mask.has_lower_bound:
+            return hi, gl.load(kv_blocks.mask.data[1].lo + offset)
         else:
             return (hi,)
     else:
@@ -44,13 +44,13 @@ def apply_mask(x, mask, block, h, row, kv_idx, bounds):
     off = block.keys - block.rows
     if mask.exact:
         lo, hi, _, _ = mask.rows_of(mask.data, block.b, kv_idx, off)
-        if mask.lower:
+        if mask.has_lower_bound:
             return between(x, lo - row, gl.where(kv_idx < block.keys, hi, 0) - row, True, True)
         else:  # the last rows see all that any do
             return between(x, gl.where(kv_idx < block.keys, lo, FAR) - row, hi, True, False)
     elif mask.bounded:
         seen = kv_idx[:, None] < bounds[0][None, :]
-        if mask.lower:
+        if mask.has_lower_bound:
             seen = seen & (kv_idx[:, None] >= bounds[1][None, :])
         return gl.where(seen, x, float("-inf"))
     else:  # only the branch that is taken has a type
@@ -73,7 +73,7 @@ class ScoreTile:
     bounds: Value
     """if MASKED: see `bounds_of_rows`"""
     MASKED: gl.constexpr
-    level: Value
+    bias: Value
     """of a tile beyond the reach of the score's tables what is added to every score, as a tuple"""
 
     @gluon.jit
@@ -110,14 +110,16 @@ class ScoreTile:
         args = self.args
         if args.FOLD:
             return gl.exp2(s * (args.scale * LOG2E))
-        elif len(self.level) == 1:
-            rest = neg_lse.load(gl.SliceLayout(0, s.type.layout)) + self.level[0]
+        elif len(self.bias) == 1:
+            rest = neg_lse.load(gl.SliceLayout(0, s.type.layout)) + self.bias[0]
             return gl.exp2(s * (args.scale * LOG2E) + gl.expand_dims(rest * LOG2E, 0))
         else:
             x = self.scores(s, captured)
             rest = gl.expand_dims(neg_lse.load(gl.SliceLayout(0, s.type.layout)), 0)
             x += rest
-            if args.score.vast or args.score.linear:  # what a function reads for rows that are not in use may be NaN
+            if (
+                args.score.large_scores or args.score.linear
+            ):  # what a function reads for rows that are not in use may be NaN
                 x = gl.where(rest == float("-inf"), float("-inf"), x)
             return power(self.apply_mask(x), args.score)
 
@@ -134,7 +136,7 @@ class ScoreTile:
     def apply_slope(self, p, s, captured):
         """p times the score function's slope at the product s. Where p is zero the slope may be anything."""
         args = self.args
-        if args.score.steady:
+        if args.score.unit_slope:
             return p
         else:
             q_idx, kv_idx = self.q_idx(s)[None, :], self.kv_idx[:, None]

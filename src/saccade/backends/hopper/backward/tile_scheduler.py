@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.block_lists_kernel import load_block_list
-from saccade.backends.device.positions import extent, is_packed, place_of
+from saccade.backends.device.positions import extent, is_packed, table_index
 from saccade.backends.device.records import plain_int, runtime_int
 from saccade.backends.hopper.backward.kv_block import KVBlock, PackedPlace
 from saccade.backends.hopper.ptx import count_up
@@ -92,8 +92,8 @@ def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
     most rows, or the last ones."""
     shares = plain_int(scheduler.shares)
     if is_packed(kv_blocks.span_k):
-        b, share, start = _packed_place(kv_blocks, item, scheduler, LAST_FIRST)
-        number = place_of(kv_blocks.span_k, item, shares, start, kv_blocks.BLOCK_K)
+        b, share, start = _locate_packed(kv_blocks, item, scheduler, LAST_FIRST)
+        number = table_index(kv_blocks.span_k, item, shares, start, kv_blocks.BLOCK_K)
     else:
         blocks = plain_int(scheduler.blocks)
         size = plain_int(scheduler.section)
@@ -112,7 +112,7 @@ def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _packed_place(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
+def _locate_packed(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
     """Sequence, share and first key of work item `item`: the table of tiles tells the sequence, whose items are cut
     into sections of heads. After the last tile keys begin at the end."""
     shares = plain_int(scheduler.shares)

@@ -25,7 +25,7 @@ from saccade.backends.hopper.backward.dq import (
     to_register_order,
 )
 from saccade.backends.hopper.backward.epilogue import store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_place
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
 from saccade.backends.hopper.backward.load import load
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -166,7 +166,7 @@ class WideConsumer:
         """Adds the consumer's columns of dq of step n. Step -1 has zeros, and adds them to the first q block."""
         args = self.args
         semaphore = args.dq_semaphore
-        h, q_block = self.block.place(gl.maximum(n, 0), args.group)
+        h, q_block = self.block.step_at(gl.maximum(n, 0), args.group)
         tile = self.block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks)
         if semaphore is not None:
             acquire(semaphore, 2 * tile + self.c, args.kv_blocks, self.block, q_block, 4)
@@ -281,16 +281,16 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
         i = gl.to_tensor(0)
         for n in tl.range(0, masked, disable_licm=True):
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.edge(i), True)
-            h, i = next_place(h, i, blocks)
+            h, i = next_step(h, i, blocks)
         blocks = block.steps(1) - blocks
         h = block.share * group
         i = gl.to_tensor(0)
         for n in tl.range(masked, steps, disable_licm=True):
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.inner(i), False)
-            h, i = next_place(h, i, blocks)
+            h, i = next_step(h, i, blocks)
     else:
         for n in tl.range(steps, disable_licm=True):
-            h, q_block = block.place(n, group)
+            h, q_block = block.step_at(n, group)
             dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, q_block, False)
     shared.exchange.take_ds()
     dq = consumer.issue_dq(steps - 1)
@@ -338,7 +338,7 @@ def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constex
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, packed, dq_accum,
-    spans, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
+    span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
     FOLD: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, D_V: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k, with the arguments of `backward_kernel`, whose tiles are chunks of 64 rows and
@@ -364,7 +364,7 @@ def wide_backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    kv_blocks = KVBlocks(scores.mask, spans[0], spans[1], s_q, s_k, q_blocks, BLOCK, BLOCK, None)
+    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK, None)
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
     )

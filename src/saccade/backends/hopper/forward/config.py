@@ -111,16 +111,16 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
     if row is None and score:
         return scored(spec, gpu, score)
     config = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
-    listed = "mask_mod" in spec.mask or "~" in spec.mask
+    block_sparse = "mask_mod" in spec.mask or "~" in spec.mask
     reads = "interval" in spec.mask or spec.layout != "dense"
-    if reads and not listed and config.registers == 232:
+    if reads and not block_sparse and config.registers == 232:
         # The producer reads bounds, lengths or pages. With fewer registers, spilled or not, ptxas moves p about in the
         # consumers' loops (notes/gluon.md).
         registers, loader = (208, 88) if spec.d <= 128 else (224, 56)
         config = replace(config, registers=registers, loader_registers=loader)
-    if spec.layout in ("packed", "paged") and listed and (config.consumers, config.block_k) == (3, 128):
+    if spec.layout in ("packed", "paged") and block_sparse and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
-    if spec.layout == "paged" and listed and config == formula(128, 128):
+    if spec.layout == "paged" and block_sparse and config == formula(128, 128):
         return HALF_TILES  # with 128 keys what a predicate reads of tensors, as trees do, spills 1032 bytes
     return config
 
@@ -139,12 +139,12 @@ def scored(spec: Spec, gpu: str, score: str) -> ForwardConfig:
     if score == "linear":
         config = forward_config(spec, gpu)
         return replace(config, spill=LINEAR_SPILL) if wide <= 64 else config
-    if score == "flat" and wide <= 64:  # most of its tiles are those of no score
+    if score == "beyond" and wide <= 64:  # most of its tiles are those of no score
         return forward_config(spec, gpu)
     if wide <= 64:
-        shape = (2, 128, 3, 2, 0, 232, 40) if score in ("table", "flat") else (3, 64, 3, 2, 1, 160, 32)
+        shape = (2, 128, 3, 2, 0, 232, 40) if score in ("table", "beyond") else (3, 64, 3, 2, 1, 160, 32)
         return ForwardConfig(*shape, SCORE_SPILL)
-    if wide <= 128 and score in ("table", "flat"):
+    if wide <= 128 and score in ("table", "beyond"):
         return ForwardConfig(2, 64, 3, 2, 0, 232, 40)
     config = forward_config(spec, gpu)
     return replace(config, spill=SCORE_SPILL) if wide <= 128 else config

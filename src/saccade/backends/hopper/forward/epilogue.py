@@ -15,8 +15,8 @@ from saccade.backends.device.descale import factor_at
 from saccade.backends.device.positions import is_packed
 from saccade.backends.device.records import LOG2E, TensorArgs, plain_int, runtime_int
 from saccade.backends.device.tiles import finite, head, infinite, largest, used_length
-from saccade.backends.hopper.forward.scores import LOWEST_VAST, in_group
-from saccade.backends.hopper.forward.work_tile import FIRST_ROW, PART, THERE
+from saccade.backends.hopper.forward.scores import LOWEST_FINITE, in_group
+from saccade.backends.hopper.forward.work_item import FIRST_ROW, PART, THERE
 from saccade.backends.hopper.ptx import fast_log2
 from saccade.backends.hopper.shim import thread_barrier, tma_store, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, product_layout, store_rows, store_sums
@@ -43,30 +43,30 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
     weight, lse, top_score = normalize(row_max, row_sum, rows, args, live, part)
     out = outputs(acc, weight, args, live)
     if args.parts is not None:
-        place = (b.to(gl.int64) * args.s_q + first_row + rows.q_idx) * (args.h_k * args.group) + rows.h
-        place += part.to(gl.int64) * plain_int(args.parts.rows)
-        store_part(args, place, there, out, lse, top_score)
+        offset = (b.to(gl.int64) * args.s_q + first_row + rows.q_idx) * (args.h_k * args.group) + rows.h
+        offset += part.to(gl.int64) * plain_int(args.parts.rows)
+        store_part(args, offset, there, out, lse, top_score)
     else:
         store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, top_score)
 
 
 @gluon.jit
-def store_part(args, place, there, out, lse, top_score):
+def store_part(args, offset, there, out, lse, top_score):
     """Writes out [64, BLOCK_DV] of a part of the keys in float32, and its LSE and largest scores."""
-    gl.store(args.lse + place, lse, mask=there)
+    gl.store(args.lse + offset, lse, mask=there)
     if args.max_scores is not None:
-        gl.store(args.max_scores + place, top_score, mask=there)
+        gl.store(args.max_scores + offset, top_score, mask=there)
     for i in gl.static_range(len(out)):
-        store_columns(args.parts, place, there, out[i], i * out[0].shape[1])
+        store_columns(args.parts, offset, there, out[i], i * out[0].shape[1])
 
 
 @gluon.jit
-def store_columns(parts, place, there, x, START: gl.constexpr):
+def store_columns(parts, offset, there, x, START: gl.constexpr):
     """Writes x [64, columns], out's columns from START on."""
     COLUMNS: gl.constexpr = parts.columns
     layout: gl.constexpr = x.type.layout
     # [64, 1], [1, columns]
-    first = gl.convert_layout(place, gl.SliceLayout(1, layout))[:, None] * COLUMNS
+    first = gl.convert_layout(offset, gl.SliceLayout(1, layout))[:, None] * COLUMNS
     column = START + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
     mask = gl.convert_layout(there, gl.SliceLayout(1, layout))[:, None] & (column < COLUMNS)
     gl.store(parts.ptr + first + column, x, mask=mask)
@@ -78,11 +78,11 @@ def store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, t
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
     store_out(args, pipe, item.part, out, corner, stored - item.row)
     if args.lse is not None:
-        place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
-        gl.store(args.lse + place, lse, mask=there)
+        offset = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
+        gl.store(args.lse + offset, lse, mask=there)
     if args.max_scores is not None:
-        place = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
-        gl.store(args.max_scores + place, top_score, mask=there)
+        offset = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
+        gl.store(args.max_scores + offset, top_score, mask=there)
 
 
 @gluon.constexpr_function
@@ -124,9 +124,9 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
     if len(rows.factors) == 1:
         total = total * ONE_WEIGHT
     if rule.score.linear:  # -inf for all of a row masks it, and what is NaN stays NaN
-        level = rows.terms[2]
-        total = gl.where(level == float("-inf"), 0.0, total + level * 0)
-        row_max = gl.maximum(row_max + level, LOWEST_VAST)
+        bias = rows.terms[2]
+        total = gl.where(bias == float("-inf"), 0.0, total + bias * 0)
+        row_max = gl.maximum(row_max + bias, LOWEST_FINITE)
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
     if sink is not None:
@@ -181,8 +181,8 @@ def store_by_columns(args, pipe, part, x, corner, there):
     """The same from out's own place, one half of the columns after the other."""
     ROWS: gl.constexpr = pipe.shape.ROWS
     COLUMNS: gl.constexpr = pipe.shape.OUT_COLUMNS
-    place = pipe.out.index(part % pipe.shape.CONSUMERS)
-    tile = place.reshape([64, COLUMNS])
+    buffer = pipe.out.index(part % pipe.shape.CONSUMERS)
+    tile = buffer.reshape([64, COLUMNS])
     halves = x
     if len(x) == 1:
         halves = halves_of_columns(x[0])
@@ -194,7 +194,7 @@ def store_by_columns(args, pipe, part, x, corner, there):
             store_rows(tile, args.out, h + corner[2], corner[3], there, h + args.group, COLUMNS, ROWS, i * COLUMNS)
         else:
             fence_async_shared()
-            tma_store(args.out_desc, [corner[0], corner[1], corner[2], corner[3], i * COLUMNS], place)
+            tma_store(args.out_desc, [corner[0], corner[1], corner[2], corner[3], i * COLUMNS], buffer)
 
 
 @gluon.jit
@@ -263,33 +263,33 @@ def passes_unseeing(out, packed):
 
 
 @gluon.jit
-def rows_of_item(shape, tile, i):
+def rows_of_item(shape, item, i):
     """The heads in their group, and the rows, that are the i-th of all of a work item's."""
-    return tile.in_group + i % 64 // shape.ROWS, tile.row + i // 64 * shape.ROWS + i % shape.ROWS
+    return item.in_group + i % 64 // shape.ROWS, item.row + i // 64 * shape.ROWS + i % shape.ROWS
 
 
 @gluon.jit
-def store_unseeing(args, shape, tile):
-    """For one warp: writes the results of a LoadTile whose rows see no key."""
+def store_unseeing(args, shape, item):
+    """For one warp: writes the results of a LoadItem whose rows see no key."""
     ALL: gl.constexpr = 64 * shape.CONSUMERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    first_h = tile.h_k * args.group
+    first_h = item.h_k * args.group
     if args.lse is not None or args.max_scores is not None:
-        used = used_length(args.used_q, tile.b, args.s_q)
+        used = used_length(args.used_q, item.b, args.s_q)
         for start in range(0, ALL, 64):
             # [64]
-            h, row = rows_of_item(shape, tile, start + gl.arange(0, 64, layout))
+            h, row = rows_of_item(shape, item, start + gl.arange(0, 64, layout))
             there = (h < args.group) & (row < args.s_q)
-            place = (tile.b.to(gl.int64) * (args.h_k * args.group) + first_h + h) * args.s_q + row
+            offset = (item.b.to(gl.int64) * (args.h_k * args.group) + first_h + h) * args.s_q + row
             nothing = gl.full([64], float("-inf"), gl.float32, layout)
             if args.max_scores is not None:
-                gl.store(args.max_scores + place, nothing, mask=there)
+                gl.store(args.max_scores + offset, nothing, mask=there)
             if args.lse is not None:
                 if args.sink is not None:
                     column = gl.load(args.sink + first_h + h, mask=there, other=0.0).to(gl.float32)
-                    gl.store(args.lse + place, gl.where(row < used, column, nothing), mask=there)
+                    gl.store(args.lse + offset, gl.where(row < used, column, nothing), mask=there)
                 else:
-                    gl.store(args.lse + place, nothing, mask=there)
+                    gl.store(args.lse + offset, nothing, mask=there)
     x = args.out
     columns = plain_int(x.columns)
     WIDTH: gl.constexpr = min(64, shape.BLOCK_DV)
@@ -298,11 +298,11 @@ def store_unseeing(args, shape, tile):
     zeros = gl.zeros([16, WIDTH], x.ptr.dtype.element_ty, wide)
     for start in range(0, ALL, 16):
         # [16]
-        h, row = rows_of_item(shape, tile, start + gl.arange(0, 16, gl.SliceLayout(1, wide)))
+        h, row = rows_of_item(shape, item, start + gl.arange(0, 16, gl.SliceLayout(1, wide)))
         there = (h < args.group) & (row < args.s_q)
-        place = head(x, tile.b, first_h + h, row)
+        pointers = head(x, item.b, first_h + h, row)
         for first in gl.static_range(0, shape.BLOCK_DV, WIDTH):
             # [WIDTH]: eight columns at a time are there or not
             column = first + gl.arange(0, WIDTH, gl.SliceLayout(0, wide))
             mask = there[:, None] & (column // 8 * 8 < columns)[None, :]
-            gl.store(place[:, None] + column[None, :], zeros, mask=mask)
+            gl.store(pointers[:, None] + column[None, :], zeros, mask=mask)

@@ -19,7 +19,7 @@ from saccade.backends.hopper.forward.epilogue import store_results
 from saccade.backends.hopper.forward.load import is_split, load
 from saccade.backends.hopper.forward.scores import (
     LOWEST,
-    LOWEST_VAST,
+    LOWEST_FINITE,
     ScoreRows,
     bounds_of_rows,
     factors_of_rows,
@@ -28,14 +28,14 @@ from saccade.backends.hopper.forward.scores import (
     score_rule,
 )
 from saccade.backends.hopper.forward.transpose import transpose
-from saccade.backends.hopper.forward.work_tile import (
+from saccade.backends.hopper.forward.work_item import (
     BATCH,
     KEYS,
     USED,
     TileScheduler,
     numbers_of_item,
     tile_at,
-    work_tile,
+    work_item,
 )
 from saccade.backends.hopper.pipeline import (
     KEYS_EMPTY,
@@ -203,16 +203,16 @@ def shrink(acc, alpha):
 @gluon.jit
 def first_softmax(pipe, rows, item, s, captured):
     """The state after the scores of the last tile, the first to come."""
-    place = item.end - 1
-    tile = tile_at(rows.rule.mask, item.block_list, item.hi, place)
+    index = item.end - 1
+    tile = tile_at(rows.rule.mask, item.block_list, item.hi, index)
     unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
     s = rows.apply_score(s, tile, unit, captured)
-    if place >= item.core_end:
+    if index >= item.core_end:
         s = rows.apply_mask(s, tile, False)
-    elif rows.rule.mask.lower:  # noqa: SIM102 - known when this is compiled, and the next is not
-        if place < item.core:
+    elif rows.rule.mask.has_lower_bound:  # noqa: SIM102 - known when this is compiled, and the next is not
+        if index < item.core:
             s = rows.apply_mask(s, tile, True)
-    LEAST: gl.constexpr = LOWEST_VAST if rows.rule.score.vast else LOWEST
+    LEAST: gl.constexpr = LOWEST_FINITE if rows.rule.score.large_scores else LOWEST
     least = gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s.type.layout))
     weights, alpha, row_max = rows.softmax_weights(s, tile, least, unit)
     row_sum = row_sums(weights)
@@ -269,14 +269,14 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
 
 @gluon.jit
 def run_of_tiles(
-    c: gl.constexpr, pipe, rows, item, state, n, place, end, MASKED: gl.constexpr, LOWER: gl.constexpr
+    c: gl.constexpr, pipe, rows, item, state, n, index, end, MASKED: gl.constexpr, LOWER: gl.constexpr
 ):  # fmt: skip
-    """The tiles before `place` down to `end`, all of them with the mask or without. Returns the state, n and place."""
+    """The tiles before `index` down to `end`, all of them with the mask or without. Returns the state, n and place."""
     # All numbers from the loop's own: with one of them carried along, d = 64 lost 4 %.
-    for i in range(place - end):
-        tile = tile_at(rows.rule.mask, item.block_list, item.hi, place - 1 - i)
+    for i in range(index - end):
+        tile = tile_at(rows.rule.mask, item.block_list, item.hi, index - 1 - i)
         state = step(c, pipe, rows, item, state, n + i, tile, MASKED, LOWER)
-    return state, n + gl.maximum(place - end, 0), gl.minimum(place, end)
+    return state, n + gl.maximum(index - end, 0), gl.minimum(index, end)
 
 
 @gluon.jit
@@ -284,24 +284,24 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
     """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
     first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
     more, as does one in the backward (notes/gluon.md)."""
-    place = item.end - 1
-    if rows.rule.mask.lower:
-        edge = gl.minimum(item.core_end, place)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, edge, True, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, False, True)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, True, True)
-    elif rows.rule.score.flat and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
-        # Those of one level, those in reach, and those of another level.
+    index = item.end - 1
+    if rows.rule.mask.has_lower_bound:
+        edge = gl.minimum(item.core_end, index)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, edge, True, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, False, True)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.first, True, True)
+    elif rows.rule.score.constant_beyond and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, True, False)
+        # Those of one bias, those in reach, and those of another bias.
         left, right = tiles_in_reach(args, pipe, rows, item)
-        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
-        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, right, False, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, left, False, False)
-        far = rows.beyond_reach(level_of_tile(args, pipe, rows, item, place - 1))
-        state, n, place = run_of_tiles(c, pipe, far, item, state, n, place, item.first, False, False)
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, index - 1))
+        state, n, index = run_of_tiles(c, pipe, far, item, state, n, index, right, False, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, left, False, False)
+        far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, index - 1))
+        state, n, index = run_of_tiles(c, pipe, far, item, state, n, index, item.first, False, False)
     else:
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.core, True, False)
-        state, n, place = run_of_tiles(c, pipe, rows, item, state, n, place, item.first, False, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, True, False)
+        state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.first, False, False)
     return state, n
 
 
@@ -320,11 +320,11 @@ def tiles_in_reach(args, pipe, rows, item):
 
 
 @gluon.jit
-def level_of_tile(args, pipe, rows, item, tile):
+def bias_of_tile(args, pipe, rows, item, tile):
     """What is added to all scores of a tile beyond the reach."""
     h = item.h_k * args.group + item.in_group
     key = gl.maximum(tile, 0) * pipe.shape.BLOCK_K
-    return rows.rule.score.level(rows.rule.score.data, rows.b, h, item.row, key)
+    return rows.rule.score.bias(rows.rule.score.data, rows.b, h, item.row, key)
 
 
 @gluon.jit
@@ -380,7 +380,7 @@ def consume(c: gl.constexpr, args, pipe):
     at = pipe.slots.record_of(0)
     b = pipe.slots.get(at, BATCH)
     while b >= 0:
-        item = work_tile(c, args, pipe, slot, at, b)
+        item = work_item(c, args, pipe, slot, at, b)
         rows = score_rows(rule, args, pipe, item, at, b)
 
         n = skip_tiles(c, pipe, n, item.hi - item.end)
@@ -494,8 +494,8 @@ class ForwardArgs:
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used, pages, rules,
-    dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
+    q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
+    score, captured, arrivals, dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
@@ -506,8 +506,8 @@ def forward_kernel(
     v_desc: (b, h_k, s_k, d), or with `pages` caches (pages, h_k, page_size, d) in boxes. Of 8-bit operands, whose
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
-    again in the end. used: the rows and the keys that are. rules: the mask, the score, the CapturedTileArgs and the
-    ArrivalArgs. blocks, heads, section: see TileScheduler.
+    again in the end. used_q and used_k: SequenceSpans, or None where all rows and keys are in use. captured: a
+    CapturedTileArgs or None. arrivals: an ArrivalArgs or None. blocks, heads, section: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
@@ -522,8 +522,8 @@ def forward_kernel(
     if is_split(pages):
         parts = pages.parts
     args = ForwardArgs(
-        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used[0], used[1], pages, rules[0],
-        rules[1], rules[2], captured_desc, rules[3], dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
+        q_desc, k_desc, v_desc, out_desc, out, parts, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
+        score, captured, captured_desc, arrivals, dropout, descale, scheduler, h_k, group, s_q, s_k, scale,
     )  # fmt: skip
     READERS: gl.constexpr = 32 + 128 * CONSUMERS
     # A consumer's part of a slot holds its q and, unless that has a place of its own, later its out: whole tiles.
@@ -544,7 +544,7 @@ def forward_kernel(
     if captured_desc is not None:
         captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used[0]), rules[0].block_sparse, is_split(pages))
+    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.block_sparse, is_split(pages))
     out_tiles = None
     if OUT_COLUMNS > 0:
         out_shape: gl.constexpr = [CONSUMERS, 1, 1, 64 // ROWS, ROWS, OUT_COLUMNS]

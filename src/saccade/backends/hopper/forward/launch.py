@@ -19,7 +19,7 @@ from saccade.backends.device.launch import cached_launch, multiprocessors, on_de
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
 from saccade.backends.hopper.captured_tile import CapturedTile, captured_tile
-from saccade.backends.hopper.forward import load, transpose, work_tile
+from saccade.backends.hopper.forward import load, transpose, work_item
 from saccade.backends.hopper.forward.config import (
     CAPTURED_CONSUMERS,
     MAX_SPLITS,
@@ -73,9 +73,16 @@ def forward(
         parts = empty_parts(call, launches)
         distances = distance_tables.tables(call, launches, fast=True)
         captured = captured_rows(call)
-        score = score_record(call, distances, captured)
+        score = score_args(call, distances, captured)
         # What is compiled for, and the Call's key does not hold.
-        key = "forward", lse, score.identity.value, score.linear.value, score.vast.value, score.flat.value
+        key = (
+            "forward",
+            lse,
+            score.identity.value,
+            score.linear.value,
+            score.large_scores.value,
+            score.constant_beyond.value,
+        )
         key = *key, captured and captured.key, arrivals is None
         cached = launches.get(key) if tile is None else None
         if cached is None:
@@ -86,7 +93,7 @@ def forward(
         launch, config = cached
         rows = rows_of_a_consumer(call, config.consumers) * config.consumers
         table = None if packed is None else positions.table(call, launches, 0, rows)
-        mask = mask_record(call, launches, config)
+        mask = mask_args(call, launches, config)
         found, rows_found = (None, (row_lse, top)) if parts is None else (load.Parts.of(parts[0]), parts[1:])
         given = arguments(call, out, *rows_found, counter(q.device), table, mask, score, found, captured, arrivals)
         if call.descale is not None and not config.transposer_registers:
@@ -166,10 +173,10 @@ def arguments(
     unseeing = UnseeingRowsArgs.of(out) if parts is None and _hides_rows(call) else None
     rows = unseeing if table is None else PackedRowsArgs.of(out, keeps_tail)
     tensors = rows, lse, max_scores, sink, drawn
-    rules = mask, score, captured and captured.args, arrivals and arrivals.args
-    records = load.record(call, parts), rules, dropout.record(call), descale.record(call)
     no_descriptor = () if captured else (None,)
-    return *no_descriptor, *tensors, positions.spans(call, table), *records
+    captured_args, arrival_args = captured and captured.args, arrivals and arrivals.args
+    records = load.device_args(call, parts), mask, score, captured_args, arrival_args, dropout.device_args(call)
+    return *no_descriptor, *tensors, *positions.spans(call, table), *records, descale.device_args(call)
 
 
 def _hides_rows(call: Call) -> bool:
@@ -177,7 +184,7 @@ def _hides_rows(call: Call) -> bool:
     padding does. Other masks hide few tiles or none. Producers beside sums of 256 columns have no registers for it."""
     mask = call.mask
     wide = max(call.q.shape[3], call.v.shape[3]) > 192
-    return mask is not None and mask.lower and not mask.listed and call.by_row and not wide
+    return mask is not None and mask.has_lower_bound and not mask.block_sparse and call.bounds_per_row and not wide
 
 
 def _destination(call: Call) -> Tensor:
@@ -187,12 +194,12 @@ def _destination(call: Call) -> Tensor:
     return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
 
 
-def mask_record(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
+def mask_args(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
     """The device form of the mask, with lists of the tiles of this ForwardConfig."""
     if call.layout.has_pages:  # whose tiles are tested one by one: lists of one call would cost more
-        listed = call.mask is not None and call.mask.listed
-        return masks.record(call)._replace(all_tiles=masks.FLAGS[listed])
-    return block_lists.record(call, launches, 64 * config.consumers, config.block_k)
+        block_sparse = call.mask is not None and call.mask.block_sparse
+        return masks.device_args(call)._replace(all_tiles=masks.FLAGS[block_sparse])
+    return block_lists.device_args(call, launches, 64 * config.consumers, config.block_k)
 
 
 def prepare(
@@ -223,12 +230,12 @@ def prepare(
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
     blocks = -(-s_q // (rows * config.consumers))
     packs = -(-call.group // heads)
-    section = work_tile.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    section = work_item.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
     if call.mask is None:
         section = packs
     if packed:
         blocks = positions.slots(call, 0, rows * config.consumers)
-        section = work_tile.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
+        section = work_item.L2_BYTES // ((d + d_v) * q.element_size()) if call.mask is not None else 0
         if arriving:  # few key heads in turns, as they come
             section = processors // packs
     items = blocks * b * h_k * packs
@@ -268,8 +275,8 @@ def packed_sequences(call: Call) -> int | None:
 def rows_of_a_consumer(call: Call, consumers: int) -> int:
     """How many of a consumer's 64 rows are one head's."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
-    listed = call.mask is not None and call.mask.listed and not call.layout.has_pages
-    if call.dropout is not None or listed:
+    block_sparse = call.mask is not None and call.mask.block_sparse and not call.layout.has_pages
+    if call.dropout is not None or block_sparse:
         return 64
     return rows_of_a_head(call.group, call.q.shape[2], consumers, packed_sequences(call))
 
@@ -319,8 +326,8 @@ def grouped(x: Tensor, group: int) -> Tensor:
     return x.unflatten(1, (-1, group))
 
 
-def score_record(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
+def score_args(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
     positive scale allows, and divides by it what is added; any other goes the way of a modification."""
-    score = scores.record(call, fast=True, tables=tables, brought=captured and captured.number)
-    return score if call.scale > scores.LEAST_SCALE else scores.plainly(score)
+    score = scores.device_args(call, fast=True, tables=tables, tma_tile=captured and captured.number)
+    return score if call.scale > scores.LEAST_SCALE else scores.without_shortcuts(score)

@@ -18,7 +18,7 @@ from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.backends.device.tiles import tile_range
 from saccade.backends.hopper.forward.epilogue import passes_unseeing, store_unseeing
 from saccade.backends.hopper.forward.transpose import SEQUENCE_BLOCK
-from saccade.backends.hopper.forward.work_tile import (
+from saccade.backends.hopper.forward.work_item import (
     BATCH,
     BLOCK,
     FEW,
@@ -34,10 +34,10 @@ from saccade.backends.hopper.forward.work_tile import (
     THERE,
     USED,
     block_list_of,
+    locate_packed,
     packed_list,
-    packed_place,
     put_tiles,
-    sorted_item,
+    sorted_number,
     tile_at,
 )
 from saccade.backends.hopper.ptx import begin_count, count_up, wait_for_copies
@@ -86,7 +86,7 @@ class Pages(NamedTuple):
     """constexpr: keys are cut in parts"""
 
 
-def record(call: Call, parts: Parts | None = None) -> Pages | None:
+def device_args(call: Call, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
     layout = call.layout
     if not isinstance(layout, Paged):
@@ -179,7 +179,7 @@ def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS
 
 
 @aggregate
-class LoadTile:
+class LoadItem:
     """A work item as it is loaded."""
 
     b: gl.tensor
@@ -192,7 +192,7 @@ class LoadTile:
     hi: gl.tensor
     skipped: gl.tensor
     """how many tiles a consumer may have to skip before the first that it sees"""
-    place: Value
+    offset: Value
     """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
     runs: which of `ArrivalArgs.steps` brings the item's"""
 
@@ -240,22 +240,22 @@ def plan_tiles(args, pipe, at, b, row, rows, keys, part):
 
 
 @gluon.jit
-def open_item(args, pipe, item, drawn):
-    """Writes the numbers of a work item. Returns its LoadTile."""
+def open_item(args, pipe, number, drawn):
+    """Writes the numbers of a work item. Returns its LoadItem."""
     ROWS: gl.constexpr = pipe.shape.ROWS * pipe.shape.CONSUMERS
     PACK: gl.constexpr = 64 // pipe.shape.ROWS
     at = pipe.slots.record_of(drawn)
-    part = item * 0
+    part = number * 0
     if args.parts is not None:
-        part = item % plain_int(args.parts.splits)
-        item = item // plain_int(args.parts.splits)
+        part = number % plain_int(args.parts.splits)
+        number = number // plain_int(args.parts.splits)
         pipe.slots.put(at, PART, part)
     if is_packed(args.used_q):
-        b, h_k, in_group, row = packed_place(
-            args.scheduler, item, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
+        b, h_k, in_group, row = locate_packed(
+            args.scheduler, number, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
         )
     else:
-        b, h_k, in_group, row = args.scheduler.place(item, ROWS, PACK)
+        b, h_k, in_group, row = args.scheduler.locate(number, ROWS, PACK)
     _, first_row, there, rows = extent(args.used_q, b, args.s_q)
     _, first_key, _, keys = extent(args.used_k, b, args.s_k)
     pipe.slots.put(at, BATCH, b)
@@ -264,7 +264,7 @@ def open_item(args, pipe, item, drawn):
     pipe.slots.put(at, ROW, row)
     if args.mask.block_sparse:
         if is_packed(args.used_q):
-            pipe.slots.put(at, BLOCK, packed_list(args.scheduler, item, args.used_q, row, there, ROWS))
+            pipe.slots.put(at, BLOCK, packed_list(args.scheduler, number, args.used_q, row, there, ROWS))
         _, partial, tiles = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
         lo, hi, skipped = plan_list(pipe, at, partial, tiles)
     else:
@@ -276,23 +276,23 @@ def open_item(args, pipe, item, drawn):
         pipe.slots.put(at, THERE, there)
         pipe.slots.put(at, USED, rows)
         pipe.slots.put(at, KEYS, keys)
-    place = gl.to_tensor(0)  # of one type in every loop
+    offset = gl.to_tensor(0)  # of one type in every loop
     if is_packed(args.used_k):
         if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
-            place = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
+            offset = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
         if args.arrivals is not None:
-            place = b * args.h_k + h_k
+            offset = b * args.h_k + h_k
         b = first_key
-    return LoadTile(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, place)
+    return LoadItem(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, offset)
 
 
 @gluon.jit
-def load_queries(args, pipe, drawn, tile):
+def load_queries(args, pipe, drawn, item):
     """Fills a slot with the query rows of all consumers."""
     CONSUMERS: gl.constexpr = pipe.shape.CONSUMERS
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
-    b = tile.b
+    b = item.b
     if is_packed(args.used_q):  # rows count from the first of all
         b = b * 0
     slot = pipe.slots.claim(drawn)
@@ -301,124 +301,124 @@ def load_queries(args, pipe, drawn, tile):
     for c in gl.static_range(CONSUMERS):
         for chunk in gl.static_range(CHUNKS):
             q = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
-            row = tile.row + c * pipe.shape.ROWS
-            tma_load(args.q_desc, [b, tile.h_k, tile.in_group, row, chunk * CHUNK], full, q)
+            row = item.row + c * pipe.shape.ROWS
+            tma_load(args.q_desc, [b, item.h_k, item.in_group, row, chunk * CHUNK], full, q)
 
 
 @gluon.jit
-def open_next(args, pipe, item, items, drawn, tile):
-    """Opens work `drawn`: item `item`, or the first from there on that sees a key. The results of those before are
-    written, and others drawn in their place. Returns its LoadTile, if there is one, and whether there is."""
+def open_next(args, pipe, number, items, drawn, item):
+    """Opens work `drawn`: item `number`, or the first from there on that sees a key. The results of those before are
+    written, and others drawn in their place. Returns its LoadItem, if there is one, and whether there is."""
     EARLY: gl.constexpr = pipe.slots.SLOTS > 1
-    more = item < items
+    more = number < items
     if not passes_unseeing(args.out, is_packed(args.used_q)):
         if more:
-            tile = open_item(args, pipe, item, drawn)
+            item = open_item(args, pipe, number, drawn)
             if EARLY:
-                load_queries(args, pipe, drawn, tile)
+                load_queries(args, pipe, drawn, item)
     else:
         passing = more
         while passing:
-            tile = open_item(args, pipe, item, drawn)
-            passing = tile.hi == tile.lo
+            item = open_item(args, pipe, number, drawn)
+            passing = item.hi == item.lo
             if passing:
-                store_unseeing(args, pipe.shape, tile)
-                item = count_up(args.counter, "relaxed") + gl.num_programs(0)
-                more = item < items
+                store_unseeing(args, pipe.shape, item)
+                number = count_up(args.counter, "relaxed") + gl.num_programs(0)
+                more = number < items
                 passing = more
         if EARLY:  # noqa: SIM102 - known when this is compiled, and the next is not
             if more:
-                load_queries(args, pipe, drawn, tile)
-    return tile, more
+                load_queries(args, pipe, drawn, item)
+    return item, more
 
 
 @gluon.jit
-def load_captured(args, pipe, stage, tile, start, full):
+def load_captured(args, pipe, stage, item, start, full):
     """Fills a stage with what the score function captures for each consumer's rows and the keys from `start` on."""
-    b = tile.b if args.captured.by_row else tile.b * 0
-    h = tile.h_k * args.group + tile.in_group if args.captured.by_head else tile.h_k * 0
+    b = item.b if args.captured.per_batch_row else item.b * 0
+    h = item.h_k * args.group + item.in_group if args.captured.per_head else item.h_k * 0
     for c in gl.static_range(pipe.shape.CONSUMERS):
-        place = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
-        tma_load(args.captured_desc, [b, h, tile.row + c * 64, start], full, place)
+        buffer = pipe.captured.index(stage * pipe.shape.CONSUMERS + c)
+        tma_load(args.captured_desc, [b, h, item.row + c * 64, start], full, buffer)
 
 
 @gluon.jit
-def tiles_there(args, tile, BLOCK_K: gl.constexpr):
+def tiles_there(args, item, BLOCK_K: gl.constexpr):
     """How many tiles of a work item have keys that are there; they are the first, as the last keys are."""
-    coming = gl.load(args.arrivals.coming + tile.place // args.h_k)
-    return gl.maximum(tile.hi - (coming + BLOCK_K - 1) // BLOCK_K, 0)
+    coming = gl.load(args.arrivals.coming + item.offset // args.h_k)
+    return gl.maximum(item.hi - (coming + BLOCK_K - 1) // BLOCK_K, 0)
 
 
 @gluon.jit
-def wait_for_keys(arrivals, tile):
+def wait_for_keys(arrivals, item):
     """Until all keys and values of a work item have come."""
-    step = gl.load(arrivals.steps + tile.place)
+    step = gl.load(arrivals.steps + item.offset)
     if step > 0:
         wait_for_copies(arrivals.done, step)
 
 
 @gluon.jit
-def load_keys(args, pipe, n, tile, start):
+def load_keys(args, pipe, n, item, start):
     """Fills the stage of tile n with keys from `start` on."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     CHUNK: gl.constexpr = pipe.shape.D_CHUNK
     CHUNKS: gl.constexpr = pipe.shape.D_CHUNKS
-    page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)
-    b, row = placed(args.used_k, tile.b, start)
+    page = pages_of(args.pages, item.b, start, item.keys, BLOCK_K)
+    b, row = placed(args.used_k, item.b, start)
     stage = pipe.keys.claim(n)
     BYTES: gl.constexpr = BLOCK_K * CHUNKS * CHUNK * bytes_of(pipe.keys.tiles.dtype)
     if pipe.captured is None:
         full = pipe.keys.announce(stage, BYTES)
     else:
         full = pipe.keys.announce(stage, BYTES + pipe.shape.CONSUMERS * 64 * BLOCK_K * 2)
-        load_captured(args, pipe, stage, tile, start, full)
+        load_captured(args, pipe, stage, item, start, full)
     if args.pages is None:
         for chunk in gl.static_range(CHUNKS):
             k = pipe.keys.tiles.index(stage * CHUNKS + chunk)
-            tma_load(args.k_desc, [b, tile.h_k, row, chunk * CHUNK], full, k)
+            tma_load(args.k_desc, [b, item.h_k, row, chunk * CHUNK], full, k)
     else:
         SIZE: gl.constexpr = args.pages.size
-        load_pages(args.k_desc, pipe.keys.tiles, stage, page, tile.h_k, start, SIZE, CHUNKS * CHUNK, BLOCK_K, full)
+        load_pages(args.k_desc, pipe.keys.tiles, stage, page, item.h_k, start, SIZE, CHUNKS * CHUNK, BLOCK_K, full)
 
 
 @gluon.jit
-def load_stage(args, pipe, tiles, stage, tile, start, page, barrier):
+def load_stage(args, pipe, tiles, stage, item, start, page, barrier):
     """Fills a stage of tiles with values from `start` on, and counts them in at `barrier`."""
     if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
-        b = tile.b
+        b = item.b
         if is_packed(args.used_k):
             b = b * 0
-        tma_load(args.v_desc, [b, tile.h_k, 0, tile.place + start], barrier, tiles.index(stage))
+        tma_load(args.v_desc, [b, item.h_k, 0, item.offset + start], barrier, tiles.index(stage))
     elif args.pages is None:
-        b, row = placed(args.used_k, tile.b, start)
-        tma_load(args.v_desc, [b, tile.h_k, row, 0], barrier, tiles.index(stage))
+        b, row = placed(args.used_k, item.b, start)
+        tma_load(args.v_desc, [b, item.h_k, row, 0], barrier, tiles.index(stage))
     else:
         SIZE: gl.constexpr = args.pages.size
         BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
         BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-        load_pages(args.v_desc, tiles, stage, page, tile.h_k, start, SIZE, BLOCK_DV, BLOCK_K, barrier)
+        load_pages(args.v_desc, tiles, stage, page, item.h_k, start, SIZE, BLOCK_DV, BLOCK_K, barrier)
 
 
 @gluon.jit
-def load_values(args, pipe, n, tile, start, tails):
+def load_values(args, pipe, n, item, start, tails):
     """Fills the stage of tile n with values from `start` on, and with zeros after the last key. Returns the number of
     tails so far."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
-    page = pages_of(args.pages, tile.b, start, tile.keys, BLOCK_K)  # once more: what a loader holds, it spills
+    page = pages_of(args.pages, item.b, start, item.keys, BLOCK_K)  # once more: what a loader holds, it spills
     if pipe.shape.TRANSPOSER_REGISTERS > 0:  # who makes the zeros
         stage = pipe.raw.claim(n)
-        pipe.raw.put(pipe.raw.record_of(n), 0, gl.maximum(tile.keys - start, 0))
+        pipe.raw.put(pipe.raw.record_of(n), 0, gl.maximum(item.keys - start, 0))
         full = pipe.raw.full.index(stage)
         mbarrier.expect(full, BLOCK_K * BLOCK_DV)
-        load_stage(args, pipe, pipe.raw.tiles, stage, tile, start, page, full)
+        load_stage(args, pipe, pipe.raw.tiles, stage, item, start, page, full)
     else:
-        tails = load_finished(args, pipe, n, tile, start, page, tails)
+        tails = load_finished(args, pipe, n, item, start, page, tails)
     return tails
 
 
 @gluon.jit
-def load_finished(args, pipe, n, tile, start, page, tails):
+def load_finished(args, pipe, n, item, start, page, tails):
     """The same of values that are as products take them, but for the zeros, which 8-bit ones have already."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
@@ -426,19 +426,19 @@ def load_finished(args, pipe, n, tile, start, page, tails):
     stage = pipe.values.claim(n)
     if is_eight_bit(tiles.dtype):
         full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV)
-        load_stage(args, pipe, tiles, stage, tile, start, page, full)
-    elif args.used_k is not None and start + BLOCK_K > tile.keys:
+        load_stage(args, pipe, tiles, stage, item, start, page, full)
+    elif args.used_k is not None and start + BLOCK_K > item.keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
-        load_stage(args, pipe, tiles, stage, tile, start, page, landing)
+        load_stage(args, pipe, tiles, stage, item, start, page, landing)
         mbarrier.wait(landing, tails & 1)
         v = tiles.index(stage).reshape([BLOCK_K, BLOCK_DV])
-        zero_tail(v, tile.keys - start, BLOCK_K, BLOCK_DV)
+        zero_tail(v, item.keys - start, BLOCK_K, BLOCK_DV)
         pipe.values.fill(stage)
         tails += 1
     else:
         full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2)
-        load_stage(args, pipe, tiles, stage, tile, start, page, full)
+        load_stage(args, pipe, tiles, stage, item, start, page, full)
     return tails
 
 
@@ -457,60 +457,65 @@ def load(args, pipe):  # noqa: C901 - most branches are known when this is compi
     n = gl.to_tensor(0)
     tails = gl.to_tensor(0)
     drawn = gl.to_tensor(0)
-    item = gl.program_id(0)
+    number = gl.program_id(0)
     if is_packed(args.used_q):  # as many as there are; a program without one repeats the last one
         items = gl.load(args.used_q.tiles) * args.scheduler.heads * splits_of(args.parts)
-        item = gl.minimum(item, items - 1)
+        number = gl.minimum(number, items - 1)
     else:
         items = args.scheduler.blocks * args.scheduler.heads * splits_of(args.parts)
     more = gl.to_tensor(True)
     if not passes_unseeing(args.out, is_packed(args.used_q)):
-        tile = open_item(args, pipe, item, 0)
+        item = open_item(args, pipe, number, 0)
         if EARLY:
-            load_queries(args, pipe, 0, tile)
+            load_queries(args, pipe, 0, item)
     else:
-        tile, more = open_next(
-            args, pipe, item, items, 0, LoadTile(item, item, item, item, item, item, item, item, item)
+        item, more = open_next(
+            args,
+            pipe,
+            number,
+            items,
+            0,
+            LoadItem(number, number, number, number, number, number, number, number, number),
         )
     while more:
         there = gl.to_tensor(0)
         if args.arrivals is not None:
-            there = tiles_there(args, tile, pipe.shape.BLOCK_K)
-        begun = gl.minimum(pipe.keys.STAGES, tile.hi - tile.lo) - 1
+            there = tiles_there(args, item, pipe.shape.BLOCK_K)
+        begun = gl.minimum(pipe.keys.STAGES, item.hi - item.lo) - 1
         # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
         # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest
         # item goes to who is done first.
-        ahead = gl.maximum(begun, tile.skipped) if EARLY else tile.hi - tile.lo - 1
+        ahead = gl.maximum(begun, item.skipped) if EARLY else item.hi - item.lo - 1
         if SORTED:  # noqa: SIM102 - known when this is compiled, and the next is not
             if items > FEW * gl.num_programs(0):
-                ahead = gl.maximum(ahead, tile.hi - tile.lo - 1 - LATE)
-        number = gl.to_tensor(0)
-        upcoming = tile
+                ahead = gl.maximum(ahead, item.hi - item.lo - 1 - LATE)
+        pending = gl.to_tensor(0)
+        upcoming = item
         at = pipe.slots.record_of(drawn)
-        block_list, _, _ = block_list_of(args, pipe, at, tile.b, tile.h_k * args.group + tile.in_group, tile.row)
-        for j in range(tile.hi - tile.lo):
-            start = tile_at(args.mask, block_list, tile.hi, tile.hi - 1 - j) * pipe.shape.BLOCK_K
+        block_list, _, _ = block_list_of(args, pipe, at, item.b, item.h_k * args.group + item.in_group, item.row)
+        for j in range(item.hi - item.lo):
+            start = tile_at(args.mask, block_list, item.hi, item.hi - 1 - j) * pipe.shape.BLOCK_K
             if args.arrivals is not None:  # noqa: SIM102
                 if j == there:
-                    wait_for_keys(args.arrivals, tile)
+                    wait_for_keys(args.arrivals, item)
             if SORTED:  # noqa: SIM102
                 if j == ahead:  # the number comes while keys and values do
-                    number = begin_count(counter, "relaxed")
-            load_keys(args, pipe, n, tile, start)
+                    pending = begin_count(counter, "relaxed")
+            load_keys(args, pipe, n, item, start)
             if not EARLY and OWN_OUT and j == 0:
                 load_queries(args, pipe, drawn, upcoming)  # still this one
-            tails = load_values(args, pipe, n, tile, start, tails)
+            tails = load_values(args, pipe, n, item, start, tails)
             n += 1
             if not EARLY and not OWN_OUT and j == begun:
                 load_queries(args, pipe, drawn, upcoming)
             if j == ahead:
                 drawn += 1
                 if SORTED:
-                    item = sorted_item(number, items, drawn)
+                    number = sorted_number(pending, items, drawn)
                 else:
-                    item = count_up(counter, "relaxed") + gl.num_programs(0)
-                upcoming, more = open_next(args, pipe, item, items, drawn, upcoming)
-        tile = upcoming
+                    number = count_up(counter, "relaxed") + gl.num_programs(0)
+                upcoming, more = open_next(args, pipe, number, items, drawn, upcoming)
+        item = upcoming
     pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
     mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
     if pipe.shape.TRANSPOSER_REGISTERS > 0:

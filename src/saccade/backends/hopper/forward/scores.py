@@ -19,7 +19,7 @@ from saccade.backends.hopper.tiles import add_columns, between, row_maxima, subt
 # A row's maximum starts here: finite, so that no difference of two is NaN.
 LOWEST = gl.constexpr(-1e30)
 # The lowest number, which score functions take to mask keys; no factor comes before the difference there.
-LOWEST_VAST = gl.constexpr(-3.4028234e38)
+LOWEST_FINITE = gl.constexpr(-3.4028234e38)
 
 
 @aggregate
@@ -60,8 +60,8 @@ def linear_terms(rule, b, h, q_idx, rows, keys):
         key = gl.minimum(gl.maximum(q_idx + keys - rows, 0), gl.maximum(keys - 1, 0))  # as `q_block.linear_terms`
         zero = q_idx.to(gl.float32) * 0
         pitch = zero + rule.score.pitch(rule.score.data, b, h, q_idx, key)
-        level = zero + rule.score.level(rule.score.data, b, h, q_idx, key)
-        return pitch / rule.scale, key, level
+        bias = zero + rule.score.bias(rule.score.data, b, h, q_idx, key)
+        return pitch / rule.scale, key, bias
     else:
         return 0, 0, 0
 
@@ -112,19 +112,19 @@ def positive(factor):
 
 
 @gluon.jit
-def heads_of_rows(tile, group, i, ROWS: gl.constexpr):
-    """The query head of rows i of a tile that begins with head `tile.in_group` of its key head. Rows of no head of that
-    group read what its last one does, as there may be nothing behind; see `in_group`."""
-    h = tile.h_k * group + tile.in_group + i // ROWS
+def heads_of_rows(item, group, i, ROWS: gl.constexpr):
+    """The query head of rows i of an item that begins with head `item.in_group` of its key head. Rows of no head of
+    that group read what its last one does, as there may be nothing behind; see `in_group`."""
+    h = item.h_k * group + item.in_group + i // ROWS
     if ROWS < 64:
-        h = gl.minimum(h, tile.h_k * group + group - 1)
+        h = gl.minimum(h, item.h_k * group + group - 1)
     return h
 
 
 @gluon.jit
-def in_group(tile, group, like, ROWS: gl.constexpr):
+def in_group(item, group, like, ROWS: gl.constexpr):
     """Whether the heads of rows, in the layout of `like` [64], are heads of the group."""
-    return tile.in_group + gl.arange(0, 64, like.type.layout) // ROWS < group
+    return item.in_group + gl.arange(0, 64, like.type.layout) // ROWS < group
 
 
 @aggregate
@@ -143,14 +143,14 @@ class ScoreRows:
     """[64] each: the first key and the one after the last, where that is the whole mask"""
     factors: Value
     """RowFactors of 8-bit operands, as a tuple"""
-    level: Value
+    bias: Value
     """in tiles beyond the reach of the score's tables what is added to every score, as a tuple"""
 
     @gluon.jit
-    def beyond_reach(self, level):
+    def beyond_reach(self, bias):
         """The same rows, for such tiles."""
         return ScoreRows(
-            self.rule, self.terms, self.b, self.h, self.q_idx, self.rows, self.keys, self.bounds, self.factors, (level,)
+            self.rule, self.terms, self.b, self.h, self.q_idx, self.rows, self.keys, self.bounds, self.factors, (bias,)
         )
 
     @gluon.jit
@@ -183,7 +183,7 @@ class ScoreRows:
         rule = self.rule
         if len(unit) == 1 and not rule.score.identity:
             s = s * unit[0]
-        if rule.score.identity or len(self.level) == 1:
+        if rule.score.identity or len(self.bias) == 1:
             return s
         elif rule.score.linear:
             return add_columns(s, self.terms[0])
@@ -228,24 +228,24 @@ class ScoreRows:
         pitch = (self.terms[0],) if self.rule.score.linear else ()
         row_max = row_maxima(s, pitch)
         inner = factor
-        FLAT: gl.constexpr = len(self.level) == 1
-        if FLAT:  # s are products still
+        BEYOND: gl.constexpr = len(self.bias) == 1
+        if BEYOND:  # s are products still
             inner = self.rule.inside * factor
-            row_max = row_max * self.rule.inside + self.level[0]
+            row_max = row_max * self.rule.inside + self.bias[0]
         if len(unit) == 1 and self.rule.score.identity:
             row_max = row_max * unit[0]
             inner = factor * unit[0]
         new_max = gl.maximum(old_max, self.add_row_terms(row_max, tile, 1, s.shape[1]))
         # The difference first: of two equal maxima as low as LOWEST a multiply-add would leave 2^70, and 0 inf is NaN.
         alpha = gl.exp2((old_max - new_max) * factor)
-        if self.rule.score.vast and not FLAT:  # the difference first: see `tiles.power`
+        if self.rule.score.large_scores and not BEYOND:  # the difference first: see `tiles.power`
             exponents = (s - new_max[:, None]) * factor
             if len(self.factors) == 1:
                 exponents = exponents + EXTRA
         else:
             shift = self.add_row_terms(new_max, tile, -1, s.shape[1])
-            if FLAT:
-                shift = shift - self.level[0]
+            if BEYOND:
+                shift = shift - self.bias[0]
             shift = shift * factor
             if len(self.factors) == 1:
                 shift = shift - EXTRA

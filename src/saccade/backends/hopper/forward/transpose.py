@@ -89,8 +89,8 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
     bh = tl.program_id(1)
     b, h, first, start, _, rows = block_of_rows(used, bh, number, h_k, s, BLOCK)
     # [BLOCK / 4]: the first key of each four, of which the second is the next one, and the others 8 keys further
-    place = tl.arange(0, BLOCK // 4)
-    key = start + place // 4 * 16 + place % 4 * 2
+    offset = tl.arange(0, BLOCK // 4)
+    key = start + offset // 4 * 16 + offset % 4 * 2
     column = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     words = tl.zeros([BLOCK // 4, WIDTH], tl.int32)
     for i in tl.static_range(4):
@@ -99,7 +99,7 @@ def transpose_kernel(out, v, used, blocks, h_k, s, D: tl.constexpr, WIDTH: tl.co
         byte = tl.load(head(v, b, h, (first + row)[:, None]) + column[None, :], mask=there, other=0)
         words += byte.to(tl.int32) << (8 * i)
     line = (bh.to(tl.int64) * D + column) * (blocks * (BLOCK // 4)) + number * (BLOCK // 4)
-    tl.store(out + line[:, None] + place[None, :], tl.trans(words), mask=(column < D)[:, None])
+    tl.store(out + line[:, None] + offset[None, :], tl.trans(words), mask=(column < D)[:, None])
 
 
 def transposed(call: Call, launches: Launches) -> Tensor:

@@ -13,7 +13,7 @@ from saccade.backends.device.tiles import head
 from saccade.backends.hopper.forward.epilogue import weights_of_rows
 from saccade.backends.hopper.forward.scores import (
     LOWEST,
-    LOWEST_VAST,
+    LOWEST_FINITE,
     ScoreRows,
     bounds_of_rows,
     heads_of_rows,
@@ -120,7 +120,7 @@ def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
     tile = tiles.first + n - tiles.n
     s = rows.apply_score(s, tile, (), ())
     if (tile < tiles.core) | (tile >= tiles.core_end):
-        s = rows.apply_mask(s, tile, rows.rule.mask.lower)
+        s = rows.apply_mask(s, tile, rows.rule.mask.has_lower_bound)
     weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
     p = weights.to(pipe.latent.dtype)
     pipe.hand_over(c, p, row_max, alpha)
@@ -205,13 +205,13 @@ def store_whole(c: gl.constexpr, args, tile, rows, state, total):
     live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
     if c == 0 and args.lse is not None:
-        place = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
-        gl.store(args.lse + place, lse, mask=live)
-    place = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
+        offset = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
+        gl.store(args.lse + offset, lse, mask=live)
+    pointers = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
     column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
     there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
     out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
-    gl.store(place[:, None] + column[None, :], out, mask=there)
+    gl.store(pointers[:, None] + column[None, :], out, mask=there)
 
 
 @gluon.jit
@@ -219,7 +219,7 @@ def consume(c: gl.constexpr, args, pipe):
     """Consumer c: every second tile's scores and weights, and one half of the columns of out."""
     rule = score_rule(args.mask, args.score, None, args.scale)
     tile = row_tile(args)
-    LEAST: gl.constexpr = LOWEST_VAST if rule.score.vast else LOWEST
+    LEAST: gl.constexpr = LOWEST_FINITE if rule.score.large_scores else LOWEST
     s_layout: gl.constexpr = product_layout(64, pipe.latent.dtype)
     sums: gl.constexpr = row_sums(gl.zeros([64, 64], gl.float32, s_layout)).type.layout
     begin = tile.number * 0
@@ -318,21 +318,21 @@ class LatentArgs:
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "h_k", "group", "s_q", "s_k"])
 def latent_kernel(
-    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, rules, tiles, blocks, h_k,
-    group, s_q, s_k, scale, shape,
+    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, mask, score, tiles, blocks,
+    h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) k[:, :512] and lse, or None, of sequences that a line has whole; of others those of each
     part, without the sink: parts float32 (parts, tiles, 64, 512), part_lse (parts, tiles, 64).
 
     q_desc: (b, h_k, group, s_q, 576) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc: (pages, h_k,
-    page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. rules: the mask and the score. A
-    program for each tile of rows and each line.
+    page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. A program for each tile of
+    rows and each line.
     """
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
-        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, rules[0], rules[1], sink,
-        tiles, blocks, h_k, group, s_q, s_k, scale, shape,
+        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, mask, score, sink, tiles,
+        blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
     GATHERS: gl.constexpr = gathers(pages.size)
     CHUNKS: gl.constexpr = 2 * HALF + 1

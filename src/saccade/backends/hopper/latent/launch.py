@@ -17,7 +17,7 @@ from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.hopper.forward import load
-from saccade.backends.hopper.forward.launch import grouped, score_record
+from saccade.backends.hopper.forward.launch import grouped, score_args
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
@@ -66,11 +66,11 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         cut = launches.get("latent cut")
         if cut is None:
             cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
-        score, mask, spans = score_record(call), masks.record(call), positions.spans(call)
+        score, mask, spans = score_args(call), masks.device_args(call), positions.spans(call)
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
-        key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.vast.value
+        key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.large_scores.value
         launch = launches.get(key)
         if launch is None:
             launch = launches[key] = prepare(call, cut)
@@ -87,8 +87,8 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
 
 def empty_schedule(call: Call, cut: Cut) -> Schedule:
     b = call.layout.sequences
-    places = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
-    return Schedule(places, places[b + 1 :], runtime_int(b), runtime_int(cut.lines))
+    pointers = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
+    return Schedule(pointers, pointers[b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
 def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
@@ -123,10 +123,17 @@ def arguments(
     score: scores.DeviceScore,
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
-    listed = call.mask is not None and call.mask.listed
-    rules = mask._replace(all_tiles=FLAGS[listed]), score
+    block_sparse = call.mask is not None and call.mask.block_sparse
     cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return cache, *results, *spans, load.record(call), schedule, rules
+    return (
+        cache,
+        *results,
+        *spans,
+        load.device_args(call),
+        schedule,
+        mask._replace(all_tiles=FLAGS[block_sparse]),
+        score,
+    )
 
 
 def prepare(call: Call, cut: Cut) -> TMALaunch:

@@ -96,10 +96,10 @@ def merge_kernel(
     """
     PACK: tl.constexpr = 64 // ROWS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
-    place = tl.program_id(0).to(tl.int64)
-    row = (place % s_q).to(tl.int32)
-    h = (place // s_q % h_q).to(tl.int32)
-    b = (place // s_q // h_q).to(tl.int32)
+    offset = tl.program_id(0).to(tl.int64)
+    row = (offset % s_q).to(tl.int32)
+    h = (offset // s_q % h_q).to(tl.int32)
+    b = (offset // s_q // h_q).to(tl.int32)
     blocks = tl.cdiv(s_q, ROWS)
     member = h % GROUP
     tile = (h // GROUP * PACKS + member // PACK) * blocks + row // ROWS
@@ -131,10 +131,10 @@ def merge_kernel(
     for at in range(0, count, CHUNK):
         # [CHUNK]
         number = at + tl.arange(0, CHUNK)
-        place_of_part = row_of_parts + number * stride
-        weight = tl.exp(tl.load(part_lse + place_of_part, mask=number < count, other=float("-inf")) - top) / total
+        index_of_part = row_of_parts + number * stride
+        weight = tl.exp(tl.load(part_lse + index_of_part, mask=number < count, other=float("-inf")) - top) / total
         there = (weight != 0)[:, None]
-        values = tl.load(parts + place_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
+        values = tl.load(parts + index_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
     base = out.ptr + (
         b.to(tl.int64) * plain_int(out.stride_b) + h.to(tl.int64) * plain_int(out.stride_h)
@@ -142,7 +142,7 @@ def merge_kernel(
     ) * out.unit  # fmt: skip
     tl.store(base + column_v, acc.to(out.ptr.dtype.element_ty))
     if lse is not None:
-        tl.store(lse + place, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
+        tl.store(lse + offset, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
 
 
 # The latent kernel's producer, which walks along a line of tiles of keys.
@@ -187,8 +187,8 @@ def gathers(page_size):
 
 
 @gluon.jit
-def sequence_at(schedule, place):
-    """The sequence that has tile `place` of all: of so many sequences all tiles come before."""
+def sequence_at(schedule, tile):
+    """The sequence that has tile `tile` of all: of so many sequences all tiles come before."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     count = plain_int(schedule.sequences)
     b = count * 0
@@ -196,17 +196,17 @@ def sequence_at(schedule, place):
         # [128]
         i = start + gl.arange(0, 128, layout)
         end = gl.load(schedule.starts + 1 + i, mask=i < count, other=1 << 30)
-        b += gl.sum((end <= place).to(gl.int32), 0)
+        b += gl.sum((end <= tile).to(gl.int32), 0)
     return b
 
 
 @gluon.jit
-def open_part(args, pipe, rows, b, place, stop, drawn):
-    """Writes the numbers of the part that begins at `place`. Returns its first tile, how many there are, and keys."""
+def open_part(args, pipe, rows, b, tile, stop, drawn):
+    """Writes the numbers of the part that begins at `tile`. Returns its first tile, how many there are, and keys."""
     start = gl.load(args.schedule.starts + b)
     end = gl.load(args.schedule.starts + b + 1)
-    first = gl.load(args.schedule.firsts + b) + place - start
-    tiles = gl.minimum(end, stop) - place
+    first = gl.load(args.schedule.firsts + b) + tile - start
+    tiles = gl.minimum(end, stop) - tile
     _, _, _, used = extent(args.used_q, b, args.s_q)
     _, _, _, keys = extent(args.used_k, b, args.s_k)
     # [64]
@@ -222,7 +222,7 @@ def open_part(args, pipe, rows, b, place, stop, drawn):
     pipe.queries.put(at, CORE_END, core_end // 64)
     pipe.queries.put(at, ROWS_USED, used)
     pipe.queries.put(at, KEYS, keys)
-    pipe.queries.put(at, WHOLE, ((place == start) & (end <= stop)).to(gl.int32))
+    pipe.queries.put(at, WHOLE, ((tile == start) & (end <= stop)).to(gl.int32))
     return first, tiles, keys
 
 
@@ -267,23 +267,24 @@ def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, t
 
 
 @gluon.jit
-def copy_columns(tile, COLUMNS: gl.constexpr, place, there):
-    """Starts copies of each row [64] from `place` on that is `there`, and zeros of others, to a tile [64, COLUMNS]."""
-    layout: gl.constexpr = place.type.layout.parent
+def copy_columns(tile, COLUMNS: gl.constexpr, pointers, there):
+    """Starts copies of each row [64] from `pointers` on that is `there`, and zeros of others, to a tile [64,
+    COLUMNS]."""
+    layout: gl.constexpr = pointers.type.layout.parent
     # [64, COLUMNS]
-    at = place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    at = pointers[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     copy_async(tile, at, mask=there[:, None])
 
 
 @gluon.jit
-def gather_half(pipe, n, place, there, half, REST: gl.constexpr):
+def gather_half(pipe, n, pointers, there, half, REST: gl.constexpr):
     """Fills a half of a stage with columns of rows [64]."""
     WIDTH: gl.constexpr = 64 * HALF
     stage = n % 2
     pipe.claim(n, stage, half)
-    copy_columns(pipe.values(stage, half), WIDTH, place + half * WIDTH, there)
+    copy_columns(pipe.values(stage, half), WIDTH, pointers + half * WIDTH, there)
     if REST:
-        copy_columns(pipe.rest.index(stage).reshape([64, 64]), 64, place + 2 * WIDTH, there)
+        copy_columns(pipe.rest.index(stage).reshape([64, 64]), 64, pointers + 2 * WIDTH, there)
     async_copy.mbarrier_arrive(pipe.full.index(2 * stage + half), increment_count=False)
 
 
@@ -310,9 +311,9 @@ def gather_tile(args, pipe, h_k, page, n, start, keys):
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
     page = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1).to(gl.int64)
-    place = head(args.cache, page, h_k, (kv_idx % args.pages.size).to(gl.int64))
-    gather_half(pipe, n, place, there, n % 2, 0)
-    gather_half(pipe, n, place, there, 1 - n % 2, 1)
+    pointers = head(args.cache, page, h_k, (kv_idx % args.pages.size).to(gl.int64))
+    gather_half(pipe, n, pointers, there, n % 2, 0)
+    gather_half(pipe, n, pointers, there, 1 - n % 2, 1)
 
 
 @gluon.jit
@@ -331,14 +332,14 @@ def load(args, pipe):
     """The producer."""
     rows = row_tile(args)
     length = length_of_line(args.schedule)
-    place = rows.line * length
-    stop = gl.minimum(place + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
-    n = place * 0
-    drawn = place * 0
-    tails = place * 0
-    while place < stop:
-        b = sequence_at(args.schedule, place)
-        first, tiles, keys = open_part(args, pipe, rows, b, place, stop, drawn)
+    tile = rows.line * length
+    stop = gl.minimum(tile + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
+    n = tile * 0
+    drawn = tile * 0
+    tails = tile * 0
+    while tile < stop:
+        b = sequence_at(args.schedule, tile)
+        first, tiles, keys = open_part(args, pipe, rows, b, tile, stop, drawn)
         begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
         page = numbers_of(args, b, first * 64, keys)
         for j in range(tiles):
@@ -351,7 +352,7 @@ def load(args, pipe):
             if j == begun:
                 load_queries(args, pipe, rows, b, drawn)
         drawn += 1
-        place += tiles
+        tile += tiles
     pipe.queries.put(pipe.queries.record_of(drawn), BATCH, -1)
     pipe.queries.claim(drawn)
     mbarrier.arrive(pipe.queries.full.index(0), count=1)

@@ -1,14 +1,14 @@
-"""A proof that a new recording of a function would be the same as the last.
+"""Guards: what must hold so that a new trace of a function would be the same as the last.
 
-It holds while every name in the code resolves to what it did, where each is plain: a number, a string, None, a tensor,
-one of torch's functions that the recording called, an arithmetic builtin, or a function of the same kind. Any other
-function has no proof and is recorded in every call.
+They hold while every name in the code resolves to what it did, where each is plain: a number, a string, None, a tensor,
+one of torch's functions that the trace called, an arithmetic builtin, or a function of the same kind. Any other
+function has no guards and is traced in every call.
 
 A tensor may be another one of the same form, as a model computes one in each step: a function that asks tensors that it
-captures for more has no proof, as a recorder sees all that public attributes do. Where code reads others, it has to be
+captures for more has no guards, as tracing sees all that public attributes do. Where code reads others, it has to be
 the same object. What torch computes of captured tensors alone is computed again, and is to have the same form.
 
-A proof runs no code of what it looks at: an object is known by `type`, never by `isinstance`, which asks it; `==` and
+Guards run no code of what they look at: an object is known by `type`, never by `isinstance`, which asks it; `==` and
 `hash` are those of Python and torch; and attributes are read where `_class`, `_usual` and `_codeless` say that reading
 them calls nothing.
 """
@@ -31,12 +31,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from saccade.scores.codegen.program import Program
-from saccade.scores.recording.recorder import Computed, Recording
-from saccade.scores.recording.tape import Tape
+from saccade.scores.tracing.tape import Tape
+from saccade.scores.tracing.trace import Computed, Trace
 from saccade.util.caches import BoundedCache
 
 
-class Unproven(Exception):
+class Unguarded(Exception):
     """Something that may change without notice."""
 
 
@@ -60,7 +60,7 @@ def chains(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...]
     its first argument, and ("value", "", …) of what it computes.
 
     Raises:
-        Unproven: the code does something else.
+        Unguarded: the code does something else.
     """
     return tuple(dict.fromkeys(_read(code)))
 
@@ -86,7 +86,7 @@ def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  
         elif name == "LOAD_DEREF" and operand in code.co_freevars:
             root = "free", str(operand)
         elif name not in _QUIET:
-            raise Unproven
+            raise Unguarded
         elif "STORE_FAST" in name and first in locals_:
             yield "self", "written", ()
         elif name.startswith("LOAD_FAST") and first in locals_:
@@ -99,7 +99,7 @@ def _read(code: types.CodeType) -> Iterator[tuple[str, str, tuple[str, ...]]]:  
 
 
 Find = str
-"""Where something is that a function reads, which a proof does not keep alive: a text of Python around `root`, the
+"""Where something is that a function reads, which guards do not keep alive: a text of Python around `root`, the
 function."""
 
 
@@ -119,19 +119,19 @@ _DEEPEST = 40
 _MISSING = object()
 
 
-class Proof:
-    """Holds as long as the recording of a function does.
+class Guards:
+    """Hold as long as the trace of a function does.
 
     Checks and finds are texts of Python around `root`, the function: all checks are one expression, which costs a small
     call a third of what a function for each of them does.
 
     Args:
         fn: the function.
-        called: torch's functions that its recording called.
+        called: torch's functions that its trace called.
         attributes: what its arguments have besides the attributes of tensors.
 
     Raises:
-        Unproven: the function reads something that may change unseen.
+        Unguarded: the function reads something that may change unseen.
     """
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
@@ -151,7 +151,7 @@ class Proof:
         self._check_tensors()
         self.all_checks = " and ".join(self.checks)
         self.holds: Callable[[Any], bool] = self._compiled(self.all_checks)
-        """(function) -> whether the proof holds for it."""
+        """(function) -> whether the guards hold for it."""
 
     def _check_tensors(self) -> None:
         """They are the same ones, or as many different ones in the same places, as code may compare them by `is`; and
@@ -159,31 +159,31 @@ class Proof:
         own = self._named(self.read) if self.read else ""
         for reference, find in self.tensors:
             if not self.read.isdisjoint(getattr(reference(), "__dict__", ())):
-                raise Unproven
+                raise Unguarded
             if own:
                 self._check(f"{own}.isdisjoint({find}.__dict__)")
-        places: dict[int, Find] = {}
+        first_found: dict[int, Find] = {}
         for reference, find in self.tensors:
-            known = places.setdefault(id(reference()), find)
+            known = first_found.setdefault(id(reference()), find)
             if not self.of_a_form:
                 self._check(f"(y := {find}) is {self._named(reference)}() and y is not None")
             elif known is not find:
                 self._check(f"{find} is {known}")
-        if self.of_a_form and len(places) > 1:
-            self._check(f"len({{{', '.join(f'id({find})' for find in places.values())}}}) == {len(places)}")
+        if self.of_a_form and len(first_found) > 1:
+            self._check(f"len({{{', '.join(f'id({find})' for find in first_found.values())}}}) == {len(first_found)}")
 
     def inputs(
         self, tensors: Sequence[Tensor], numbers: Sequence[tuple[Any, Tensor | None]], made: Mapping[int, Computed]
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
-        where the proof does not hold, or a tensor that was `made` of others has another form, or cannot be made. Asked
+        where the guards do not hold, or a tensor that was `made` of others has another form, or cannot be made. Asked
         for once.
 
         Raises:
-            Unproven: a tensor is not among what the function reads, nor made of that, or a number is made.
+            Unguarded: a tensor is not among what the function reads, nor made of that, or a number is made.
         """
         if any(id(source) in made for _, source in numbers):  # a tensor of one item may have more, made of others
-            raise Unproven
+            raise Unguarded
         self.made = made
         found = [self._find(x) for x in tensors]
         read = [self._named(x) if source is None else f"{self._find(source)}.item()" for x, source in numbers]
@@ -209,7 +209,7 @@ class Proof:
             if reference() is x:
                 return find
         if id(x) not in self.made:
-            raise Unproven
+            raise Unguarded
         _, func, args, kwargs = self.made[id(x)]
         given = [*map(self._argument, args), *(f"{name}={self._argument(y)}" for name, y in kwargs.items())]
         return f"{self._named(func)}({', '.join(given)})"
@@ -225,7 +225,7 @@ class Proof:
             return f"{self._named(slice)}({', '.join(map(self._argument, (x.start, x.stop, x.step)))})"
         if kind in _SAME or kind in _NUMBERS or issubclass(kind, type):
             return self._named(x)
-        raise Unproven
+        raise Unguarded
 
     def _named(self, x: Any) -> str:
         """A name for an object in texts."""
@@ -249,7 +249,7 @@ class Proof:
         elif kind in PARTS:
             self._parts(find, fn, *PARTS[kind])
         else:
-            raise Unproven
+            raise Unguarded
 
     def _parts(self, find: Find, fn: Any, names: Sequence[str], containers: Sequence[str]) -> None:
         self._check(f"type({find}) is {self._named(type(fn))}")
@@ -261,7 +261,7 @@ class Proof:
             self._check(f"len({find}.{name}) == {len(keys)}")
             for key in keys:
                 if type(key) not in (int, str):
-                    raise Unproven
+                    raise Unguarded
                 if isinstance(parts, dict):
                     self._check(f"{key!r} in {find}.{name}")
                 self._plain(f"{find}.{name}[{key!r}]", parts[key])
@@ -271,7 +271,7 @@ class Proof:
         kind = _class(x)
         if kind is Tensor or kind is torch.nn.Parameter:
             if is_functorch_wrapped_tensor(x):  # of a transform, which does not say all that it is
-                raise Unproven
+                raise Unguarded
             form = x.shape, x.dtype, x.device, x.requires_grad
             self.tensors.append((weakref.ref(x), find))
             shape, dtype, device, needs = map(self._named, form)
@@ -295,7 +295,7 @@ class Proof:
         )
         nameless = owner is not None and not code.co_argcount  # the object is one of *args
         if fn.__kwdefaults__ or id(fn) in self.met or nameless or len(self.met) > _DEEPEST:
-            raise Unproven
+            raise Unguarded
         self.met.add(id(fn))
         for i, x in enumerate(fn.__defaults__ or ()):
             self._plain(f"{find}.__defaults__[{i}]", x)
@@ -308,7 +308,7 @@ class Proof:
                 self._follow(f"contents({find}.__closure__[{i}])", contents(cells[i]), path)
             elif root == "self" and owner is not None:
                 if not path or name == "written":
-                    raise Unproven
+                    raise Unguarded
                 self._follow(*owner, path)
             else:
                 for attribute in path:  # of a value: those of tensors might be given others
@@ -322,7 +322,7 @@ class Proof:
             return
         attribute = getattr(Tensor, name, _MISSING)
         if type(attribute) not in _OF_C and not any(attribute is x for x in self.called):  # it may read anything
-            raise Unproven
+            raise Unguarded
         self._check(f"getattr(Tensor, {name!r}, MISSING) is {self._named(attribute)}")
 
     def _global(self, find: Find, fn: types.FunctionType, name: str, path: tuple[str, ...]) -> None:
@@ -342,7 +342,7 @@ class Proof:
             module = self._named(x)
             self._check(f"{find} is {module} and type({module}) is ModuleType")
             if path[0] not in vars(x):
-                raise Unproven
+                raise Unguarded
             self._follow(f"vars({module}).get({path[0]!r}, MISSING)", vars(x)[path[0]], path[1:])
         elif kind in (*_NUMBERS, *_SAME):
             self._plain(find, x)
@@ -360,27 +360,27 @@ class Proof:
         name, kind = path[0], _class(x)
         has_dict = type(_first(kind, "__dict__")) is types.GetSetDescriptorType
         if issubclass(kind, type) or not _usual(kind) or not has_dict or type(x.__dict__) is not dict:
-            raise Unproven
+            raise Unguarded
         space, value, of = vars(x), _first(kind, name), self._named(kind)
         first = f"first({of}, {name!r})"
         self._check(f"type(y := {find}) is {of} and usual({of}) and {first} is {self._named(value)} and y is not None")
         if value is not _MISSING:  # a method, or a number that all objects share
             if name in space or (type(value) is types.FunctionType and len(path) > 1):
-                raise Unproven
+                raise Unguarded
             self._check(f"{name!r} not in vars({find})")
             if type(value) is types.FunctionType:
                 self._code(self._named(value), value, (find, x))
             elif _class(value) in (*_NUMBERS, *_SAME):
                 self._plain(first, value)
             else:
-                raise Unproven
+                raise Unguarded
         elif name in space:
             self._follow(f"vars({find}).get({name!r}, MISSING)", space[name], path[1:])
         else:
             parts = [(n, space.get(n)) for n in _HELD if issubclass(kind, torch.nn.Module)]
             container = next((n for n, held in parts if type(held) in _DICTS and name in held), None)
             if container is None:
-                raise Unproven
+                raise Unguarded
             held = f"vars({find})[{container!r}]"
             self._check(f"{name!r} not in vars({find}) and type({held}) is {self._named(type(space[container]))}")
             self._follow(f"{held}.get({name!r}, MISSING)", space[container][name], path[1:])
@@ -393,9 +393,9 @@ def _form(x: Tensor) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _code_of(text: str) -> types.CodeType:
     try:
-        return compile(text, "<proof>", "eval")
+        return compile(text, "<guards>", "eval")
     except (SyntaxError, RecursionError, MemoryError) as deep:
-        raise Unproven from deep
+        raise Unguarded from deep
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -414,12 +414,12 @@ def contents(cell: types.CellType) -> Any:
 def _class(x: Any) -> Any:
     """
     Raises:
-        Unproven: a class that may run code where it is compared, hashed or asked for an attribute.
+        Unguarded: a class that may run code where it is compared, hashed or asked for an attribute.
     """
     kind = type(x)
     meta = type(kind)
     if meta is not type and any(_first(meta, name) is not _first(type, name) for name in _ASKED):
-        raise Unproven
+        raise Unguarded
     return kind
 
 
@@ -460,85 +460,83 @@ _OBJECTS = {
     "FunctionType": types.FunctionType, "ModuleType": types.ModuleType, "Tensor": Tensor, "MISSING": _MISSING,
     "contents": contents, "usual": _usual, "first": _first, "wrapped": is_functorch_wrapped_tensor,
 }  # fmt: skip
-"""What the texts of all proofs name."""
+"""What the texts of all guards name."""
 
 
-# Recordings with their proofs: a function runs again when its proof no longer holds. A proof speaks of whatever
-# function it is asked about. So a recording is found by the function's identity, and one that each call defines anew,
-# as a closure in a model's `forward`, by its code and what it captures. Either is a guess, which the proof decides.
+# Traces with their guards: a function runs again when its guards no longer hold. Guards are asked about any
+# function. So a trace is found by the function's identity, and one that each call defines anew,
+# as a closure in a model's `forward`, by its code and what it captures. Either is a guess, which the guards decide.
 
 
-class ProvenRecording(NamedTuple):
+class GuardedTrace(NamedTuple):
     """A Program, and what its function reads the tensors and numbers from that it takes."""
 
-    proof: Proof
+    guards: Guards
     program: Program
     inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None]
-    """(function) -> its tensors and numbers now; None where the proof does not hold, or they have other forms"""
+    """(function) -> its tensors and numbers now; None where the guards do not hold, or they have other forms"""
     rows: bool
     whole: bool
-    """What its Score has is what the function captures, as it is; the proof speaks of the forms of all that."""
+    """What its Score has is what the function captures, as it is; the guards hold for the forms of all that."""
     counts: bool
-    """Whether tensors' items are among its numbers. All others are what the proof compares them with."""
-    sure: bool
-    """The proof is older than the recording. Otherwise another thread may have changed something between the two."""
+    """Whether tensors' items are among its numbers. The guards compare all others."""
+    trusted: bool
+    """The guards are older than the trace. Otherwise another thread may have changed something between the two."""
 
 
-_cache: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
-_sure: BoundedCache[Any, ProvenRecording] = BoundedCache(512)
+_cache: BoundedCache[Any, GuardedTrace] = BoundedCache(512)
+_trusted: BoundedCache[Any, GuardedTrace] = BoundedCache(512)
 """Those of score functions that may be used, without the name among their settings."""
 
 
-def find_recording(fn: Any, settings: Any) -> ProvenRecording | None:
-    """The recording of a function whose proof holds. `settings` are what a recording depends on besides the function.
-    It may be used where it is `sure`."""
-    proven = _cache.get(_key(_same(fn), settings))
-    if proven is not None and proven.proof.holds(fn):
-        return proven
-    proven = _cache.get(_key(_twin(fn), settings))
-    return proven if proven is not None and proven.proof.holds(fn) else None
+def find_trace(fn: Any, settings: Any) -> GuardedTrace | None:
+    """The trace of a function whose guards hold. `settings` are what a trace depends on besides the function.
+    It may be used where it is `trusted`."""
+    guarded = _cache.get(_key(_same(fn), settings))
+    if guarded is not None and guarded.guards.holds(fn):
+        return guarded
+    guarded = _cache.get(_key(_twin(fn), settings))
+    return guarded if guarded is not None and guarded.guards.holds(fn) else None
 
 
-def find_sure(fn: Any, dtype: torch.dtype, device: torch.device) -> tuple[ProvenRecording, Any] | None:
-    """The recording of a score function whose proof holds, by any name, where it may be used; and its tensors and
+def find_trusted(fn: Any, dtype: torch.dtype, device: torch.device) -> tuple[GuardedTrace, Any] | None:
+    """The trace of a score function whose guards hold, by any name, where it may be used; and its tensors and
     numbers. In the hot path of small calls."""
     settings = dtype, device, torch.is_grad_enabled(), torch.get_default_dtype()
-    found = _sure.get((_same(fn), *settings))
+    found = _trusted.get((_same(fn), *settings))
     if found is not None and (now := found.inputs(fn)) is not None:
         return found, now
-    found = _sure.get((_twin(fn), *settings))
+    found = _trusted.get((_twin(fn), *settings))
     return (found, now) if found is not None and (now := found.inputs(fn)) is not None else None
 
 
-def put_recording(
-    fn: Any, settings: Any, recording: Recording, program: Program, older: ProvenRecording | None
-) -> None:
-    """Caches a recording that has a proof. It is sure if `older`, which was found before the recording, still holds."""
-    if recording.called is None:
+def put_trace(fn: Any, settings: Any, trace: Trace, program: Program, older: GuardedTrace | None) -> None:
+    """Caches a trace that has guards. It is trusted if `older`, which was found before the trace, still holds."""
+    if trace.called is None:
         return
-    tape = recording.tape
+    tape = trace.tape
     try:
-        proof = Proof(fn, recording.called)
-        inputs = proof.inputs(tape.tensors, [*zip(tape.numbers, tape.sources, strict=True)], recording.made)
-        sure = older is not None and older.proof.holds(fn)  # before the recording, and after the new proof
+        guards = Guards(fn, trace.called)
+        inputs = guards.inputs(tape.tensors, [*zip(tape.numbers, tape.sources, strict=True)], trace.made)
+        trusted = older is not None and older.guards.holds(fn)  # before the trace, and after the new guards
         whole, counts = _whole(program, tape, settings[1]), any(x is not None for x in tape.sources)
-        proven = ProvenRecording(proof, program, inputs, tape.rows, whole, counts, sure)
+        guarded = GuardedTrace(guards, program, inputs, tape.rows, whole, counts, trusted)
         owners = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         twin, codes = _twin(fn), _codes(fn)
-        places = [(_same(fn), owners), (twin, codes)] if codes else [(_same(fn), owners)]
-        for name, of in places:
-            _cache.put(_key(name, settings), proven, of)
-            if sure and len(settings) == 3:  # of a score function
-                _sure.put((name, *settings[:2], torch.is_grad_enabled(), torch.get_default_dtype()), proven, of)
-    except (Unproven, TypeError):  # TypeError: an owner without weak references
+        found_by = [(_same(fn), owners), (twin, codes)] if codes else [(_same(fn), owners)]
+        for name, of in found_by:
+            _cache.put(_key(name, settings), guarded, of)
+            if trusted and len(settings) == 3:  # of a score function
+                _trusted.put((name, *settings[:2], torch.is_grad_enabled(), torch.get_default_dtype()), guarded, of)
+    except (Unguarded, TypeError):  # TypeError: an owner without weak references
         _cache.discard(_key(_same(fn), settings))
 
 
 def _whole(program: Program, tape: Tape, device: torch.device) -> bool:
     captured = [*tape.tensors, *tape.numbers]
-    places = [*program.before[0], *program.numbers[0]]
+    order = [*program.before[0], *program.numbers[0]]
     computes = program.before[1] is not None or program.numbers[1] is not None
-    return not computes and places == [*range(len(captured))] and all(x.device == device for x in tape.tensors)
+    return not computes and order == [*range(len(captured))] and all(x.device == device for x in tape.tensors)
 
 
 def _key(fn: Any, settings: Any) -> Any:

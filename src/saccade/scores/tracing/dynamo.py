@@ -1,6 +1,6 @@
-"""Recording inside torch.compile: Dynamo itself follows the user's function, on tensors of a class of ours.
+"""Tracing inside torch.compile: Dynamo itself follows the user's function, on tensors of a class of ours.
 
-Its guards are the proof that a recording holds, and captured values become inputs of the graph. A tape is made of
+Its guards decide how long a trace holds, and captured values become inputs of the graph. A tape is made of
 Python lists; what a Program needs of it is a constant.
 """
 
@@ -13,31 +13,28 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from saccade.scores.recording.advice import BEHIND
-from saccade.scores.recording.autograd_functions import followed
-from saccade.scores.recording.compile_constant import compile_constant, exports, word_of
-from saccade.scores.recording.compiled_functions import check_outside_of_functions, follow_functions
-from saccade.scores.recording.recorder import WRITES, refusal
-from saccade.scores.recording.tape import Refused, Tape, any_size, is_itself, refuse, target_dtype
-from saccade.scores.recording.writes import written_text
+from saccade.scores.tracing.autograd_functions import check_outside_of_functions, follow_functions, followed
+from saccade.scores.tracing.tape import BEHIND, Refused, Tape, any_size, is_itself, refuse, target_dtype
+from saccade.scores.tracing.trace import WRITES, refusal, written_text
+from saccade.util.compile_constant import compile_constant, exports, word_of
 
 
 class Symbol(Tensor):
     """Stands for a value that a kernel computes."""
 
     tape: Tape
-    place: int
+    value: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return call(func, args, kwargs or {})
 
 
-def symbol(tape: Tape, place: int) -> Any:
-    # Without values: what torch computes of them behind our back is noticed (`record`).
+def symbol(tape: Tape, index: int) -> Any:
+    # Without values: what torch computes of them behind our back is noticed (`trace_function`).
     with torch._C.DisableTorchFunctionSubclass():
         stand_in = torch.empty((), device="meta").as_subclass(Symbol)
-    stand_in.tape, stand_in.place = tape, place
+    stand_in.tape, stand_in.value = tape, index
     return stand_in
 
 
@@ -126,9 +123,9 @@ def applied(name: str, forward: Any, backward: Any, setup_context: Any, *args: A
 
 
 def _dtype(x: Symbol) -> torch.dtype:
-    if x.place < 5:
-        return torch.int64 if x.place else x.tape.dtype
-    return _dtype_of(tuple(x.tape.steps), tuple(x.tape.forms), x.tape.dtype, x.place)
+    if x.value < 5:
+        return torch.int64 if x.value else x.tape.dtype
+    return _dtype_of(tuple(x.tape.steps), tuple(x.tape.forms), x.tape.dtype, x.value)
 
 
 @compile_constant
@@ -165,7 +162,7 @@ def _effects(allowed: bool) -> bool:
     return before
 
 
-def record(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
+def trace_function(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int) -> tuple[Tape, Any]:
     """The tape of a function of (score, b, h, q_idx, kv_idx), and its outputs."""
     follow_functions(Symbol, applied)
     tape = Tape(Symbol, dtype, device, reads_numbers=False)
@@ -212,7 +209,7 @@ def _kinds(arguments: Any, kinds: dict[int, str]) -> None:
 
 
 @compile_constant
-def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, place: int) -> torch.dtype:
-    from saccade.scores.recording.replay import form_of
+def _dtype_of(steps: Any, forms: Any, dtype: torch.dtype, index: int) -> torch.dtype:
+    from saccade.scores.tracing.lowering import form_of
 
-    return form_of(stand_in_tape(steps, forms, dtype), place)[0]
+    return form_of(stand_in_tape(steps, forms, dtype), index)[0]

@@ -1,4 +1,4 @@
-"""A recording: what a function of the score computes, known from running it on stand-ins for its arguments.
+"""A trace: what a function of the score computes, known from running it on stand-ins for its arguments.
 
 The five arguments are stand-ins, and so are the results of operations on them: each operation is a step of a tape.
 Numbers, strings and captured tensors are themselves, and torch computes at once what depends on tensors alone. A tensor
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from saccade.scores.recording.advice import BEHIND
-from saccade.scores.recording.autograd_functions import (
+from saccade.scores.tracing.autograd_functions import (
     NOT_GIVEN,
     Unseen,
     applying,
@@ -27,8 +27,8 @@ from saccade.scores.recording.autograd_functions import (
     seen_functions,
     steps_of,
 )
-from saccade.scores.recording.tape import ARITHMETIC, TILE, Refused, Tape, is_itself, target_dtype
-from saccade.scores.recording.writes import WritesRefused
+from saccade.scores.tracing.tape import ARITHMETIC, BEHIND, TILE, Refused, Tape, is_itself, target_dtype
+from saccade.util.imports import DispatchMode
 
 _BRANCHES = (
     "the function branches in Python on values that only the kernel knows; "
@@ -60,7 +60,7 @@ class StandIn(Tensor):
     """A tensor without numbers. It stands for a value that a kernel computes."""
 
     tape: Tape
-    place: int
+    value: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,9 +71,9 @@ _EMPTY = torch.empty((), device="meta")
 _make: Any = Tensor._make_subclass
 
 
-def _stand_in(tape: Tape, place: int) -> Any:
+def _stand_in(tape: Tape, index: int) -> Any:
     stand_in = _make(StandIn, _EMPTY)
-    stand_in.tape, stand_in.place = tape, place
+    stand_in.tape, stand_in.value = tape, index
     return stand_in
 
 
@@ -86,7 +86,7 @@ class Computed(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Recording(NamedTuple):
+class Trace(NamedTuple):
     """The result of one run of a function."""
 
     tape: Tape
@@ -99,14 +99,14 @@ class Recording(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for recordings of one program."""
+        """Equal for traces of one program."""
         tape = self.tape
         return tuple(tape.steps), self.outputs, tuple(tape.forms), tape.dtype, torch.get_default_dtype()
 
 
-def record(
+def trace_function(
     fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1, reads_numbers: bool = True
-) -> Recording:
+) -> Trace:
     """Runs a function of (score, b, h, q_idx, kv_idx) once.
 
     Raises:
@@ -114,24 +114,24 @@ def record(
     """
     try:
         if not _met:
-            return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
+            return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
     except Unseen:
         _met.append(True)
     with seen_functions(StandIn, _applied):
-        return _recorded(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
+        return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
 
 
 _met: list[bool] = []
-"""Whether a recording has met a torch.autograd.Function."""
+"""Whether a trace has met a torch.autograd.Function."""
 
 
-def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Recording:
-    recorder = _Recorder(tape, sees)
+def _traced(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Trace:
+    mode = _TraceMode(tape, sees)
     try:
-        with recorder:
+        with mode:
             results = fn(*[_stand_in(tape, i) for i in range(5)])
-        if recorder.refused is not None:  # and the function caught it
-            raise recorder.refused
+        if mode.refused is not None:  # and the function caught it
+            raise mode.refused
         results = results if outputs > 1 and type(results) is tuple else (results,)
         if len(results) != outputs or not all(isinstance(x, Tensor) for x in results):
             got = type(results[0]).__name__ if isinstance(results[0], (tuple, list)) else repr(results[0])
@@ -139,7 +139,7 @@ def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> R
                 "a score function returns the modified score, a tensor, and a mask function one of bools; got " + got
             )
         arguments = tuple([tape.argument(x, True) for x in results])
-        return Recording(tape, arguments, recorder.called, recorder.made)
+        return Trace(tape, arguments, mode.called, mode.made)
     except Refused as refused:
         refused.line = refused.line or user_line(refused)
         raise
@@ -147,7 +147,7 @@ def _recorded(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> R
         raise Refused(error_text(failed), user_line(failed)) from failed
 
 
-_RECORD = _recorded.__code__
+_RECORD = _traced.__code__
 _BY_ANOTHER_NAME = (
     "a torch.autograd.Function is called by a name that its apply was given, which cannot be recorded: write "
     "Clip.apply(score), not clip = Clip.apply"
@@ -158,7 +158,7 @@ def _applied(function: Any, args: Any) -> Any:
     return followed(StandIn, _stand_in, _dtype, function.__name__, steps_of(function), args)
 
 
-class _Recorder(TorchFunctionMode):
+class _TraceMode(TorchFunctionMode):
     """Sees every call of torch while a function runs."""
 
     def __init__(self, tape: Tape, sees: bool) -> None:
@@ -225,8 +225,8 @@ class _Recorder(TorchFunctionMode):
         if self.called is None or (name in _METADATA and not any(id(x) in self.made for x in given)):
             return
         same = any(result is x for x in given)
-        told = name in _BY_STRIDES or "memory_format" in kwargs or (same and name not in _CONVERSIONS)
-        if type(result) is not Tensor or not given or told:
+        explicit = name in _BY_STRIDES or "memory_format" in kwargs or (same and name not in _CONVERSIONS)
+        if type(result) is not Tensor or not given or explicit:
             self.called = None
             return
         self.called.add(func)
@@ -243,7 +243,7 @@ class _Recorder(TorchFunctionMode):
         if name in _QUERIES and type(x) is StandIn:
             return _query(name, func, x, args[1:])
         if name in ("__repr__", "__format__", "__str__"):
-            return f"a value of the score function, {name_of_place(x.place)}"
+            return f"a value of the score function, {name_of_index(x.value)}"
         if name == "to" or name == "type_as":
             dtype = target_dtype(StandIn, args, kwargs, _dtype)
             if dtype is None:
@@ -258,14 +258,14 @@ class _Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise Refused(f"{name} writes to out=…; use what it returns")
         if not self.graded or torch.is_grad_enabled():
-            return _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
+            return _stand_in(self.tape, self.tape.call(func, args, kwargs, _user_frame()))
         return self._constant_step(name, func, args, kwargs)
 
     def _constant_step(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Without gradients."""
         if is_itself(name, args, kwargs, _dtype):
             return args[0]
-        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _place()))
+        result = _stand_in(self.tape, self.tape.call(func, args, kwargs, _user_frame()))
         return _stand_in(self.tape, self.tape.call(Tensor.detach, (result,), {}))
 
 
@@ -294,21 +294,21 @@ _SIGNS = "+", "-", "*", "/", "/", "//", "%", "**", "&", "|", "^", "<<", ">>"
 WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
 
 
-def name_of_place(place: int) -> str:
-    return TILE[place] if place < 5 else f"step {place - 5}"
+def name_of_index(index: int) -> str:
+    return TILE[index] if index < 5 else f"step {index - 5}"
 
 
 # Attributes of stand-ins
 
 
 def _dtype(x: StandIn) -> torch.dtype:
-    return x.tape.dtype if x.place == 0 else torch.int64 if x.place < 5 else _form(x)[0]
+    return x.tape.dtype if x.value == 0 else torch.int64 if x.value < 5 else _form(x)[0]
 
 
 def _form(x: StandIn) -> tuple[torch.dtype, tuple[int, ...]]:
-    from saccade.scores.recording.replay import form_of
+    from saccade.scores.tracing.lowering import form_of
 
-    return form_of(x.tape, x.place)
+    return form_of(x.tape, x.value)
 
 
 def _query(name: str, query: Callable[..., Any], x: StandIn, args: Any) -> Any:
@@ -319,13 +319,13 @@ def _query(name: str, query: Callable[..., Any], x: StandIn, args: Any) -> Any:
         return x.tape.device.type == _DEVICES[name]
     if name == "__hash__":
         return id(x)
-    shape = _form(x)[1] if x.place > 4 and name not in _OF_TYPES else ()
+    shape = _form(x)[1] if x.value > 4 and name not in _OF_TYPES else ()
     if not shape and name not in _OF_TYPES:
         raise Refused(_SHAPE)
     if name in ("unbind", "__iter__"):
         dim = args[0] % len(shape) if args else 0
-        places = [(*[slice(None)] * dim, i) for i in range(shape[dim])]
-        row = [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, place), {})) for place in places]
+        indices = [(*[slice(None)] * dim, i) for i in range(shape[dim])]
+        row = [_stand_in(x.tape, x.tape.call(Tensor.__getitem__, (x, index), {})) for index in indices]
         return iter(row) if name == "__iter__" else row
     return query(torch.empty(shape, dtype=_dtype(x), device="meta"), *args)
 
@@ -345,7 +345,7 @@ _TORCH = torch.__path__[0]
 _HERE = str(Path(__file__).parents[1])
 
 
-def _place() -> tuple[str, int] | None:
+def _user_frame() -> tuple[str, int] | None:
     """The line of the user's code that is running."""
     frame = sys._getframe(4)
     while frame is not None and frame.f_code is not _RECORD:
@@ -385,5 +385,51 @@ def user_line(failed: BaseException) -> str | None:
     return line
 
 
-def line_of(place: tuple[str, int] | None) -> str | None:
-    return place and f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+def line_of(frame: tuple[str, int] | None) -> str | None:
+    return frame and f"{frame[0]}:{frame[1]}: {linecache.getline(*frame).strip()}"
+
+
+# Writes of a function to memory that was there before it ran: refused before they happen.
+
+
+_NEW = (torch.ops.aten.lift_fresh.default,)
+"""Operations that return their argument, which torch has just made."""
+
+
+class WritesRefused(DispatchMode):
+    """Calls of torch that may write to tensors made in here, and to no others.
+
+    A tensor is made in here where an operation returns it and, by its schema, it is no view of an argument. All
+    writes of torch's operations are in their schemas, whatever the user calls them by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}
+        """Storages, which stay alive, so that no other has their address."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | kwargs
+            for argument in func._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._check(func, named.get(argument.name))
+        result = func(*args, **kwargs)
+        if func in _NEW or not any(x.alias_info for x in func._schema.returns):
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and x.layout == torch.strided:
+                    storage = x.untyped_storage()
+                    self.made[storage._cdata] = storage
+        return result
+
+    def _check(self, func: Any, written: Any) -> None:
+        for x in tree_leaves(written):
+            if isinstance(x, Tensor) and (x.layout != torch.strided or x.untyped_storage()._cdata not in self.made):
+                raise Refused(written_text(func.overloadpacket.__name__, f"{x.dtype} {tuple(x.shape)}"))
+
+
+def written_text(name: str, how: str) -> str:
+    return (
+        f"{name} writes to a captured tensor, {how}, and a function of the score changes nothing: write before the "
+        "call of attention, or compute a new tensor, such as table = table + 1"
+    )

@@ -1,7 +1,7 @@
 """`torch.autograd.Function` in functions of the score: its value, with its own derivative.
 
 Torch reports no call of a Function. But it runs `forward` without gradients and tells nobody, so a step in a grad mode
-that nobody set is a step inside of one. Once a recording has met one, `Function.apply` is replaced while recordings
+that nobody set is a step inside of one. Once a trace has met one, `Function.apply` is replaced while traces
 run: it looks for stand-ins among its arguments, and does as before where there are none.
 """
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from saccade.scores.recording.compile_constant import compile_constant
-from saccade.scores.recording.tape import Refused, refuse
+from saccade.scores.tracing.tape import Refused, refuse
+from saccade.util.compile_constant import compile_constant
 
 
 class Unseen(BaseException):
-    """A recording is inside a Function that it did not see called."""
+    """A trace is inside a Function that it did not see called."""
 
 
 class _Applying(threading.local):
@@ -52,11 +52,11 @@ def inside_function() -> Iterator[None]:
 
 
 class _Seen:
-    """How many recordings see Functions now, and torch's own `Function.apply` meanwhile."""
+    """How many traces see Functions now, and torch's own `Function.apply` meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.recordings = 0
+        self.traces = 0
         self.plain: Any = None
 
 
@@ -67,16 +67,16 @@ _seen = _Seen()
 def seen_functions(kind: type, applied: Callable[..., Any]) -> Iterator[None]:
     """Functions call `applied(function, args)` for arguments of this class in here."""
     with _seen.lock:
-        if _seen.recordings == 0:
+        if _seen.traces == 0:
             _seen.plain = Function.__dict__["apply"]
             Function.apply = _replacement(_seen.plain, kind, applied)
-        _seen.recordings += 1
+        _seen.traces += 1
     try:
         yield
     finally:
         with _seen.lock:
-            _seen.recordings -= 1
-            if _seen.recordings == 0:
+            _seen.traces -= 1
+            if _seen.traces == 0:
                 Function.apply = _seen.plain
 
 
@@ -128,7 +128,7 @@ def steps_of(function: Any) -> tuple[Any, Any, Any]:
 def followed(
     kind: type, made: Callable[..., Any], dtype_of: Callable[..., Any], name: str, steps: Any, args: Any
 ) -> Any:
-    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, place)`.
+    """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, index)`.
 
     Dynamo follows this too.
 
@@ -152,7 +152,7 @@ def followed(
     with torch.no_grad():
         slopes = backward(context, gradient)
     slopes = slopes if isinstance(slopes, tuple) else (slopes,)
-    check_linear(name, tuple(tape.steps), gradient.place, before, tuple([x.place for x in slopes if type(x) is kind]))
+    check_linear(name, tuple(tape.steps), gradient.value, before, tuple([x.value for x in slopes if type(x) is kind]))
     for x, needs, slope in zip(args, context.needs_input_grad, slopes, strict=False):
         if needs and slope is not None:
             slope = slope if type(slope) is kind else torch.ones_like(value) * slope
@@ -185,17 +185,17 @@ _PASSES = frozenset((
 def linear(steps: Sequence[Any], gradient: int, first: int, outputs: Sequence[int]) -> bool:
     """Whether the values of steps from `first` on are linear in a gradient."""
     of_it, zeros = {gradient}, set[int]()
-    for place in range(first + 5, len(steps) + 5):
-        function, positional, named = steps[place - 5]
+    for index in range(first + 5, len(steps) + 5):
+        function, positional, named = steps[index - 5]
         arguments = (*positional, *(x for _, x in named))
         by = [x[0] == "value" and x[1] in of_it for x in arguments]
         zero = [_is_zero(x) or (x[0] == "value" and x[1] in zeros) for x in arguments]
         if function.__name__ == "zeros_like" or (function.__name__ in _PASSES and zero[0]):
-            zeros.add(place)
+            zeros.add(index)
         elif any(by):
             if not _is_linear(function.__name__, by, zero) or _truncates(function.__name__, positional, dict(named)):
                 return False
-            of_it.add(place)
+            of_it.add(index)
     return all(x in of_it or x in zeros for x in outputs)
 
 
@@ -248,3 +248,58 @@ torch.library.register_autograd("saccade::attached", _backward, setup_context=_s
 
 def attached(value: Tensor, x: Tensor, slope: Tensor) -> Tensor:
     return torch.ops.saccade.attached(value, x.to(value.dtype), slope.to(value.dtype))
+
+
+# `torch.autograd.Function` in functions of the score that Dynamo follows: what autograd_functions.py does, in a graph.
+#
+# Dynamo makes a graph of its own of a Function's forward, in which our symbols lose their derivative. So it is told to
+# follow `applied` in its place where an argument is a symbol.
+
+
+_followed: list[Callable[..., Any]] = []
+_STEPS = ("forward", "backward", "setup_context")
+
+
+@compile_constant
+def follow_functions(kind: type, applied: Callable[..., Any]) -> None:
+    """Dynamo, which runs this while it compiles, follows `applied(name, forward, backward, setup_context, *args)` for
+    Functions of arguments of this class from now on."""
+    if _followed:
+        return
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    variables: Any = AutogradFunctionVariable
+    plain = variables.call_apply
+
+    @functools.wraps(plain)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not any(_is_of(kind, x) for x in args):
+            with inside_function():
+                return plain(self, tx, args, kwargs)
+        given = [VariableTracker.build(tx, self.fn_cls.__name__)]
+        for name, step in zip(_STEPS, steps_of(self.fn_cls), strict=True):
+            source = AttrSource(self.source, name) if self.source and step else None
+            given.append(VariableTracker.build(tx, step, source=source))
+        return VariableTracker.build(tx, applied).call_function(tx, [*given, *args], {})
+
+    variables.call_apply = call_apply
+    _followed.append(plain)
+
+
+def _is_of(kind: type, x: Any) -> bool:
+    try:
+        return issubclass(x.python_type(), kind)
+    except (NotImplementedError, TypeError):  # Dynamo's variables of no class
+        return False
+
+
+@compile_constant
+def check_outside_of_functions() -> None:
+    """
+    Raises:
+        Refused: a Function computes with symbols that are not among its arguments.
+    """
+    if applying():
+        raise Refused(NOT_GIVEN)

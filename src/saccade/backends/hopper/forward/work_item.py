@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -41,7 +42,7 @@ class TileScheduler:
     """of each key head"""
 
     @gluon.jit
-    def place(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
+    def locate(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
         """Batch row, key head, first head in its group and first row of an item.
 
         Within a section of heads the last rows come first: under a causal mask they take longest.
@@ -55,17 +56,17 @@ class TileScheduler:
 
 
 @gluon.jit
-def sorted_item(number, items, drawn):
-    """The number of a program's item `drawn`, which may not be there, of items that see fewer and fewer keys.
+def sorted_number(pending, items, drawn):
+    """The pending of a program's item `drawn`, which may not be there, of items that see fewer and fewer keys.
 
-    Many go to who asks first, by the `number` that `begin_count` returned. Few would all be asked for before any is
+    Many go to who asks first, by the `pending` that `begin_count` returned. Few would all be asked for before any is
     done; they go round back and forth: who has the longest of a round has the shortest of the next.
     """
     programs = gl.num_programs(0)
-    item = counted(number) + programs
+    item = counted(pending) + programs
     if items <= FEW * programs:
-        place = gl.program_id(0)
-        item = drawn * programs + gl.where(drawn % 2 == 0, place, programs - 1 - place)
+        program = gl.program_id(0)
+        item = drawn * programs + gl.where(drawn % 2 == 0, program, programs - 1 - program)
     return item
 
 
@@ -74,15 +75,15 @@ def packed_list(scheduler, item, span_q, row, there, ROWS: tl.constexpr):
     """Which of a head's block lists is that of an item: they lie in the order of the table, in which the last rows of
     each sequence come first."""
     first = tl.load(span_q.tiles + 3 + 2 * (item // scheduler.heads))
-    place = first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
-    return tl.minimum(place, tl.load(span_q.tiles) - 1)  # broken offsets may ask for more than there is room for
+    number = first + tl.maximum((there + ROWS - 1) // ROWS, 1) - 1 - row // ROWS
+    return tl.minimum(number, tl.load(span_q.tiles) - 1)  # broken offsets may ask for more than there is room for
 
 
 @triton.jit
-def packed_place(
+def locate_packed(
     scheduler, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr, BY_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The same as TileScheduler.place, of packed sequences: one after the other in the order of their table, each with
+    """The same as TileScheduler.locate, of packed sequences: one after the other in the order of their table, each with
     sections of its own. BY_BLOCKS: these have so many blocks, not keys."""
     entry = span_q.tiles + 2 + 2 * (item // scheduler.heads)
     b = tl.load(entry)
@@ -120,17 +121,17 @@ BLOCK, PART = gl.constexpr(22), gl.constexpr(23)
 
 
 @gluon.constexpr_function
-def numbers_of_item(packed, listed, split):
+def numbers_of_item(packed, block_sparse, split):
     """How many numbers a work item has."""
     if split:
         return 24
     if not packed:
         return 18
-    return 23 if listed else 22
+    return 23 if block_sparse else 22
 
 
 @aggregate
-class WorkTile:
+class WorkItem:
     """A consumer's part of a work item. Its rows see the tiles of keys [first, end) of those that are loaded, [lo, hi),
     and need the mask in [first, core) and [core_end, end)."""
 
@@ -158,8 +159,8 @@ def put_tiles(slots, at, c, first, core, core_end, end):
 
 
 @gluon.jit
-def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
-    """Consumer c's WorkTile, from record `at`."""
+def work_item(c: gl.constexpr, args, pipe, slot, at, b):
+    """Consumer c's WorkItem, from record `at`."""
     in_group = pipe.slots.get(at, IN_GROUP)
     h_k = pipe.slots.get(at, KEY_HEAD)
     lo = pipe.slots.get(at, LO)
@@ -175,13 +176,13 @@ def work_tile(c: gl.constexpr, args, pipe, slot, at, b):
         core_end = gl.minimum(gl.maximum(core_end, first), end)
     if end <= first:  # all tiles are masked: takes the last one that is loaded
         first, core, core_end, end = hi - 1, hi, hi, hi
-    if not args.mask.lower:  # one run of tiles with the mask, from core on, and one without
+    if not args.mask.has_lower_bound:  # one run of tiles with the mask, from core on, and one without
         core = gl.where(core < core_end, core_end, first)
         core_end = core
     row = pipe.slots.get(at, ROW) + c * pipe.shape.ROWS
     block_list, _, _ = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
     part = slot * pipe.shape.CONSUMERS + c
-    return WorkTile(part, h_k, in_group, row, lo, hi, first, core, core_end, end, block_list)
+    return WorkItem(part, h_k, in_group, row, lo, hi, first, core, core_end, end, block_list)
 
 
 @gluon.jit
@@ -198,9 +199,9 @@ def block_list_of(args, pipe, at, b, h, row):
 
 
 @gluon.jit
-def tile_at(mask, block_list, hi, place):
-    """The tile of keys at a place of [lo, hi): itself, or what the block list has there, counted from its end."""
+def tile_at(mask, block_list, hi, index):
+    """The tile of keys at an index of [lo, hi): itself, or what the block list has there, counted from its end."""
     if mask.block_sparse:
-        return gl.load(block_list + (hi - 1 - place))
+        return gl.load(block_list + (hi - 1 - index))
     else:
-        return place
+        return index

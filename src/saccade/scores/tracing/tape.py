@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from saccade.scores.recording.compile_constant import compile_constant, word_of
+from saccade.util.compile_constant import compile_constant, word_of
 
 # Shapes of values.
 
@@ -95,7 +95,7 @@ def element(row: Any, at: Any) -> None:
 
 
 class Tape:
-    """A recording of steps. Its values are the arguments, then one for each step.
+    """A tape of steps. Its values are the arguments, then one for each step.
 
     A step is (function, arguments, keywords). An argument is ("value", i), ("tensor", i), ("row", i, shape) for a
     tensor without an index, ("number", i, type), ("constant", type, x), ("slice", a, b, c), ("tuple" or "list", …). The
@@ -141,7 +141,7 @@ class Tape:
         if isinstance(x, self.kind):
             if x.tape is not self:
                 raise Refused("a value kept from another call is used with the score")
-            return "value", x.place
+            return "value", x.value
         if isinstance(x, Tensor):
             return self._tensor(x, lifts)
         if kind is bool or x is None or kind is str or isinstance(x, (torch.dtype, torch.device)):
@@ -201,13 +201,13 @@ class Tape:
     def _indexed(self, base: Any, at: Any, line: Any) -> int:
         at = list(at) if isinstance(at, tuple) else [at]
         if isinstance(base, self.kind):
-            step = self.steps[base.place - 5] if base.place > 4 else None
+            step = self.steps[base.value - 5] if base.value > 4 else None
             if step is None or step[0] is not read or not any(x[0] == "row" for x in step[1][1:]):
                 return self._of_value(base, at, line)
-            tensor, places = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
+            tensor, reads = self.tensors[step[1][0][1]], [None if x[0] == "row" else x for x in step[1][1:]]
         else:
-            tensor, places = base, [None for _ in base.shape]
-        rows = [dim for dim, x in enumerate(places) if x is None]
+            tensor, reads = base, [None for _ in base.shape]
+        rows = [dim for dim, x in enumerate(reads) if x is None]
         full = _filled(at, len(rows))
         if full is None:
             reason = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
@@ -221,14 +221,14 @@ class Tape:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
                 raise Refused("captured tensors are read at single places: index with the values of the call")
-            places[dim] = self.argument(x, True, True)
-        self.rows = self.rows or any(x is None for x in places)
-        indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, places, strict=True)]
+            reads[dim] = self.argument(x, True, True)
+        self.rows = self.rows or any(x is None for x in reads)
+        indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, reads, strict=True)]
         return self._append(read, (("tensor", self._placed(tensor)), *indices), (), line)
 
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Elements of a computed row."""
-        if base.place < 5 or any(isinstance(x, Tensor) for x in at):
+        if base.value < 5 or any(isinstance(x, Tensor) for x in at):
             raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
         positional = self.argument(base, False), self.argument(tuple(at), False)
         return self._append(element, positional, (), line)
@@ -297,3 +297,37 @@ def is_number(x: Tensor) -> bool:
         and not x.dtype.is_complex
         and not is_functorch_wrapped_tensor(x)
     )
+
+
+# What to write in the place of operations that no function of the score has.
+
+
+_BRACKETS = ("gather", "embedding", "index_select", "take")
+_DRAWS = ("rand", "rand_like", "randn_like", "randint_like", "bernoulli", "native_dropout")
+_ADVICE = {
+    **dict.fromkeys(("select", "slice"), "index with tensors, one for each dimension: table[h, kv_idx]"),
+    **dict.fromkeys(_BRACKETS, "index with brackets: table[h, kv_idx]"),
+    **dict.fromkeys(_DRAWS, "dropout_p of attention drops probabilities at random"),
+    **dict.fromkeys(
+        ("view", "expand", "unsqueeze"), "scores keep their shape: b, h, q_idx and kv_idx broadcast against it"
+    ),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax"), "the softmax is attention's own; a score function sees single scores"
+    ),
+    "floor_divide": "torch has no derivative of a // b between floats; write torch.floor(a / b)",
+    "heaviside": "torch has no derivative of it; write torch.where(score > 0, 1.0, 0.0)",
+    "index": "captured tensors are read at integers; write torch.where(condition, a, b)",
+}
+READS = frozenset(_BRACKETS)
+"""Operations that read a tensor at places that are computed, not by brackets."""
+
+
+BEHIND = (
+    "torch computes with values of the score function where nothing sees it, as in torch.func.jvp and vjp, which score "
+    "functions may not call on them"
+)
+NO_DERIVATIVE = "torch has no derivative of it; write others, or a torch.autograd.Function with its derivative"
+
+
+def refusal_of(name: str, otherwise: str = "scores are changed by pointwise operations") -> str:
+    return f"{name} cannot be part of a score function: {_ADVICE.get(name, otherwise)}"
