@@ -238,6 +238,13 @@ class Layout:
         extent = Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
         return extent.at(self.positions(q.shape[2]))
 
+    def keys_in_use(self, s_k: int) -> Tensor:
+        """(b or 1,): of each sequence, where a batch row has room for s_k."""
+        if self.seqused_k is not None:
+            return self.seqused_k
+        used = self.cu_seqlens_k
+        return torch.full((1,), s_k, device="cpu") if used is None else used.diff()
+
     def function_sizes(self, sizes: Sizes) -> Sizes:
         """The sizes that tensors must have which functions read at their indices, as far as the host knows, in a call
         of these sizes."""

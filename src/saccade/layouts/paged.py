@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.layouts.base import OFFSETS, Layout, SequencePlace
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import cache_error, check_offset, head_error, interval_error, sequence_mask_error
+from saccade.layouts.validate import by_row_error, cache_error, check_offset, head_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
 
@@ -158,7 +158,7 @@ class Paged(Layout):
                     f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: "
                     "pass mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
                 )
-        return error or interval_error(mask, self.sequences, rows, flat)
+        return error or by_row_error(mask, sizes, k.shape[2], rows, flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         """Reads lengths and offsets; s_k is the page size."""

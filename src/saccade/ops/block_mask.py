@@ -60,7 +60,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         return mask
     if mask.by_row:
         raise ValueError(
-            f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
+            f"block_mask cannot keep the tiles of {mask!r}: each call reads its tensors anew; pass the mask itself"
         )
     place = bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device
     q, k = (torch.empty(1, device=place).expand(b, h, s, 1) for s in (s_q, s_k))
