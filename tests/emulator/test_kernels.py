@@ -12,7 +12,21 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
+from saccade import (
+    Dense,
+    Descale,
+    Packed,
+    attention,
+    bias,
+    causal,
+    explain,
+    mask_mod,
+    prefix,
+    relative_bias,
+    selected,
+    selected_blocks,
+    window,
+)
 from saccade.backends import hopper as gluon
 from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
@@ -67,6 +81,28 @@ def test_seeds(name: str, seed: int) -> None:
 @pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
 def test_latent(case: Case) -> None:
     right(case, 0)
+
+
+LISTS = {
+    "tiles": lambda: selected_blocks(torch.rand(1, 4, 3, 4).argsort(-1)[..., :2], rows=64),
+    "keys": lambda: selected(torch.rand(1, 2, 150, 210).argsort(-1)[..., :50] - 5, torch.randint(0, 51, (1, 2, 150))),
+    "blocks": lambda: selected_blocks(torch.rand(1, 1, 150, 14).argsort(-1)[..., :3], 16) & causal(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_keys(name: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64, dtype=torch.bfloat16) for h, s in ((4, 150), (2, 200), (2, 200)))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=LISTS[name](), dlse=torch.randn(1, 4, 150)).assert_ok()
+
+
+def test_lists_of_latent_keys() -> None:
+    with emulated():
+        given = LATENT.replace(s_q=2, dtype="bf16").inputs("cpu", seed=0)
+        mask = selected(torch.rand(2, 1, 2, 210).argsort(-1)[..., :70] - 5)
+        check(given.q, given.k, given.v, backend="gluon", mask=mask & causal(), **given.keywords).assert_ok()
 
 
 @pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])

@@ -9,6 +9,7 @@ that is none sets no bit, and one that comes again sets none besides. Nothing wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.backends import Launches
-from saccade.backends.device.launch import Launch, cached_launch, on_device
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
 from saccade.backends.key_lists import TableShape
 from saccade.call import Call
@@ -71,19 +72,33 @@ def tabulated(call: Call, launches: Launches) -> Call:
     if call.mask is None or not (call.mask.listed and call.mask.by_row):
         return call
 
+    number = count()
+
     def change(leaf: Mask) -> Mask:
         if not isinstance(leaf, Selected):
             return leaf
-        return Tabulated(leaf.lists, leaf.lengths, leaf.rows, leaf.block_size, _table(leaf, call, launches))
+        table = _table(leaf, call, launches, next(number))
+        return Tabulated(leaf.lists, leaf.lengths, leaf.rows, leaf.block_size, table)
 
     return call.replace(mask=masks.of_leaves(call.mask, change))
 
 
-def _table(mask: Selected, call: Call, launches: Launches) -> tuple[TableShape, Tensor]:
-    shape, lists, lengths = TableShape.of(mask, call), mask.lists, mask.lengths
+def _table(mask: Selected, call: Call, launches: Launches, number: int) -> tuple[TableShape, Tensor]:
+    """Of the leaf of this number: launches of one are not those of another."""
+    shape = TableShape.of(mask, call)
     bits = torch.zeros(shape.lists, shape.words, dtype=torch.int32, device=call.q.device)
-    if not bits.numel() or not lists.shape[-1]:
-        return shape, bits
+    if bits.numel() and mask.lists.numel():
+        with on_device(bits):
+            launch, arguments = table_launch(mask, call, launches, (shape, bits), number)
+            launch(bits.device.index, arguments)
+    return shape, bits
+
+
+def table_launch(
+    mask: Selected, call: Call, launches: Launches, table: tuple[TableShape, Tensor], number: int
+) -> GivenLaunch:
+    """The kernel that sets bits, and its arguments."""
+    (shape, bits), lists, lengths = table, mask.lists, mask.lengths
     lists = lists if lists.dim() == 4 else lists[None]
     if lengths is not None and lengths.dim() == 1:
         lengths = _of_rows(lengths, call, shape) if mask.end_to_end else lengths[:, None, None]
@@ -91,12 +106,8 @@ def _table(mask: Selected, call: Call, launches: Launches) -> tuple[TableShape, 
         lengths = lengths.expand(shape[:3])
     steps = *lists.expand(*shape[:3], -1).stride(), *((0, 0, 0) if lengths is None else lengths.stride())
     numbers = lists.shape[-1], shape.heads, shape.groups, shape.words, shape.blocks
-    key = "key lists", lists.dtype, lengths is not None and lengths.dtype
-    launch = cached_launch(launches, key, lambda: Launch(table_kernel, (shape.lists, 1, 1), (CHUNK,)))
-    with on_device(call.q):
-        arguments = bits, lists, lengths, *(tuple(map(runtime_int, x)) for x in (steps, numbers))
-        launch(call.q.device.index, arguments)
-    return shape, bits
+    launch = cached_launch(launches, ("key lists", number), lambda: Launch(table_kernel, (shape.lists, 1, 1), (CHUNK,)))
+    return launch, (bits, lists, lengths, *(tuple(map(runtime_int, x)) for x in (steps, numbers)))
 
 
 def _of_rows(lengths: Tensor, call: Call, shape: TableShape) -> Tensor:
@@ -137,7 +148,7 @@ def listed(data, b, h, q_idx, kv_idx, off):
     """Which keys the lists of rows name. Indices beyond the last row or key are read inside of the table."""
     table = data[0]
     row = q_idx // plain_int(table.rows)
-    first = (h // plain_int(table.share)).to(tl.int64) * plain_int(table.stride_h)
+    first = (h // plain_int(table.share)).to(tl.int64) * plain_int(table.stride_h)  # of what 32 bits count from
     if table.end_to_end:
         row += tl.load(table.starts + b).to(tl.int32)
     else:
@@ -146,5 +157,5 @@ def listed(data, b, h, q_idx, kv_idx, off):
     block = kv_idx // plain_int(table.keys)
     words = plain_int(table.words)
     word = tl.minimum(block >> 5, words - 1)
-    place = (first + tl.where(there, row, 0)) * words + word
-    return there & (((tl.load(table.bits + place) >> (block & 31)) & 1) != 0)
+    bits = tl.load(table.bits + first * words + (tl.where(there, row, 0) * words + word))
+    return there & (((bits >> (block & 31)) & 1) != 0)

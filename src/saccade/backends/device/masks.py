@@ -248,7 +248,7 @@ def _record(mask: masks.Mask, lower: Any, call: Call) -> DeviceMask:
     functions = isinstance(mask, masks.MaskMod)
     if call.positions is None and not (call.layout.has_pages and functions):
         return plain
-    if isinstance(mask, masks.Documents | masks.TensorMask | key_lists.Tabulated):  # they count from the first row and key
+    if isinstance(mask, masks.Documents | masks.TensorMask | masks.Selected):  # they count from the first row and key
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
     return DeviceMask(*shape, plain.exact, (plain, positions.record(call)), lower=lower)
