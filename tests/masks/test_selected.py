@@ -486,7 +486,12 @@ def test_refusals():
 
 def test_explain():
     assert str(explain(*operands(s_q=4), mask=selected(ZEROS) & causal()).spec).split()[4] == "selected&causal"
-    assert explain(*operands(s_q=4), mask=selected_blocks(ZEROS)).backend == "cpu"
+    told = explain(*operands(s_q=4), mask=selected_blocks(ZEROS[:, :, :1], rows=64))
+    assert told.backend == told.gradient == "cpu"
+    assert told.lists in str(told)
+    assert told.lists.endswith("are computed, masked only where a list ends inside")
+    assert explain(*operands(s_q=4), mask=selected(ZEROS)).lists.endswith("masked key by key")
+    assert explain(*operands(s_q=4), mask=causal()).lists is None
 
 
 # Transforms
