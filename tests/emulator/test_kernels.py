@@ -16,6 +16,7 @@ from saccade import (
     Dense,
     Descale,
     Packed,
+    Paged,
     attention,
     bias,
     causal,
@@ -32,6 +33,7 @@ from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
 from saccade.backends.hopper.forward import config
 from saccade.testing import check
+from saccade.testing.accuracy import worst_row_error
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
 from tests.support.non_finite import TABLES, assert_endless_sink, assert_near, operands, table_results
@@ -103,6 +105,22 @@ def test_lists_of_latent_keys() -> None:
         given = LATENT.replace(s_q=2, dtype="bf16").inputs("cpu", seed=0)
         mask = selected(torch.rand(2, 1, 2, 210).argsort(-1)[..., :70] - 5)
         check(given.q, given.k, given.v, backend="gluon", mask=mask & causal(), **given.keywords).assert_ok()
+
+
+def test_slots_of_latent_keys() -> None:
+    """Numbers that are no slots in any place; rows that no slot names, the first one among them, are NaN."""
+    torch.manual_seed(0)
+    q, cache = torch.randn(2, 3, 17, 576, dtype=torch.bfloat16), torch.randn(9, 16, 1, 576, dtype=torch.bfloat16)
+    slots = torch.rand(2, 3, 140).argsort(-1)[..., :90] + 4
+    slots = torch.where(torch.rand(slots.shape) < 0.2, -1, slots).int()
+    cache.view(-1, 576)[:4] = torch.nan
+    layout = Paged(slots=slots, seqused_k=torch.tensor([[90, 0, 64], [1, 65, 33]]))
+    with emulated():
+        found = attention(q, cache, cache[..., :512], layout=layout, return_lse=True, backend="gluon")
+    wide = cache.double()
+    exact = attention(q.double(), wide, wide[..., :512], layout=layout, return_lse=True, backend="reference")
+    assert float(worst_row_error(found.out, exact.out, torch.finfo(torch.bfloat16).eps)) <= 1
+    assert float(worst_row_error(found.lse[..., None], exact.lse[..., None], 2**-16)) <= 1
 
 
 @pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])

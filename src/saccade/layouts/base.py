@@ -56,6 +56,8 @@ class Layout:
     """Into how many parts the keys of a sequence are split; None lets the backend choose."""
     shared_pages: Any = 0
     """How many pages all sequences have in common."""
+    slots: Any = None
+    """Which rows of a cache each query row sees; None where pages say it."""
     has_pages: ClassVar[bool] = False
     """Whether k and v are the pages of a cache."""
     rectangular: ClassVar[bool] = False

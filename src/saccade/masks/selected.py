@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.base import Mask, PredicateMask
-from saccade.masks.hull import Extent
+from saccade.masks.hull import Extent, at
 from saccade.scores import Sizes
 from saccade.util import arguments
 
@@ -168,6 +168,28 @@ class Selected(PredicateMask):
         words += [] if self.lengths is None else [f"lengths={list(self.lengths.shape)}"]
         words += [] if isinstance(self.rows, int) and self.rows == 1 else [f"rows={self.rows}"]
         return f"{self.kind}({','.join(words)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Slots(PredicateMask):
+    """Row i of sequence b sees its key j where `0 <= table[b, j] < count`: slots that a cache has."""
+
+    FLAT: ClassVar = {"slots": {"table": Tensor, "count": int}}
+    kind: ClassVar[str] = "slots"
+    by_row: ClassVar[bool] = True
+    indices: ClassVar[frozenset[str]] = frozenset("b")
+    table: Tensor
+    count: int
+
+    def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        slot = at(self.table, b, kv_idx)
+        return (slot >= 0) & (slot < self.count)
+
+    def of_batch_row(self, b: int) -> Slots:
+        return Slots(self.table[b : b + 1], self.count)
+
+    def __repr__(self) -> str:
+        return f"slots({list(self.table.shape)})"
 
 
 def selected(indices: Tensor, lengths: Tensor | None = None, *, rows: int = 1) -> Mask:

@@ -18,6 +18,8 @@ from saccade.util import hardware
 
 WIDE_GRADIENTS = 132 << 10
 """Bytes that float32 gradients of WIDE head dims need."""
+MOST_SEQUENCES = 1 << 17
+"""Whose offsets a program over pages reads at once."""
 obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
@@ -45,6 +47,8 @@ def refusals(call: Call, gradient: bool) -> list[str]:
         if room < WIDE_GRADIENTS:
             needed = f"needs {WIDE_GRADIENTS >> 10} KB of shared memory for float32 gradients of head dims above {WIDE}"
             return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
+    if call.layout.has_pages and call.layout.sequences >= MOST_SEQUENCES:
+        return [f"takes pages of fewer than {MOST_SEQUENCES} sequences, or rows of slots, not {call.layout.sequences}"]
     return refused_lists(call)
 
 
