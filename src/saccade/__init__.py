@@ -11,7 +11,7 @@ from saccade.call.descale import Descale
 from saccade.call.partial import Partial, Scored, merge
 from saccade.call.spec import Spec
 from saccade.layouts import Dense, Packed, Paged
-from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, window
+from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, selected, selected_blocks, window
 from saccade.ops.block_mask import block_mask
 from saccade.ops.dispatch import Plan, Unsupported
 from saccade.ops.kv_cache import append_kv
@@ -63,6 +63,8 @@ __all__ = [
     "prefix",
     "quantize",
     "relative_bias",
+    "selected",
+    "selected_blocks",
     "softcap",
     "t5_bias",
     "temperature",

@@ -255,6 +255,7 @@ _DTYPES = {
 _COMMON = {
     "program_id": program_id, "num_programs": num_programs, "range": numbers, "static_range": static_numbers,
     "load": load, "store": store, "atomic_add": _atomic(np.add), "atomic_max": _atomic(np.maximum),
+    "atomic_or": _atomic(np.bitwise_or),
     "arange": arange, "full": full, "zeros": zeros, "zeros_like": zeros_like, "to_tensor": tensor,
     "broadcast_to": broadcast_to, "broadcast": broadcast, "expand_dims": expand_dims, "join": join,
     "split": Tensor.split, "reshape": Tensor.reshape, "permute": Tensor.permute, "trans": trans, "gather": gather,

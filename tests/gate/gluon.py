@@ -42,7 +42,9 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed", "interval"))
+    yield from (
+        f"gluon forward 16bit d128/128 {edges}" for edges in ("causal", "packed", "listed", "selected", "interval")
+    )
     yield from (f"gluon forward 16bit d{d}/{d} masked padded" for d in (128, 256))
     yield from (f"gluon forward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon forward 16bit {words}" for words in ("d64/64 full relative_bias", "d128/128 causal bias"))
@@ -98,7 +100,7 @@ def compiled(name: str) -> tuple[Any, int]:
     parts = load.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured, arrivals)
     forward = launch.prepare(call, out, config, 1, captured, arrivals is not None)
-    spill = LISTED_SPILL if row.words[0] == "listed" else config.spill
+    spill = LISTED_SPILL if row.words[0] in ("listed", "selected") else config.spill
     operands = launch.operands(call.q, call.k, call.v, out, captured)
     compiled = warmed(forward, operands, arguments, call.scale)
     spill += PACKED_SPILL * packed + PAGED_SPILL * paged

@@ -27,6 +27,7 @@ ALLOWED = {
     "gluon backward 16bit d128/128 queued": 16,
     "gluon backward 16bit d128/128 packed": 164,  # 48 in 3.6, but 304 in 3.9: the producer's, at the start of an item
     "gluon backward 16bit d128/128 listed": 132,
+    "gluon backward 16bit d128/128 selected": 404,  # of words of bits in 3.9, where the mask is asked: not timed
     "gluon backward 16bit d128/128 interval": 24,
     "gluon backward 16bit d128/128 listed packed": 256,  # 24 in 3.6, but 396 in 3.9
     "gluon backward 16bit d128/128 packed dropout": 472,  # 224 in 3.6, but 612 in 3.9
@@ -53,7 +54,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "interval"))
+    yield from (f"gluon backward 16bit d128/128 {edges}" for edges in ("packed", "listed", "selected", "interval"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges} {word}" for d, edges, word in SCORED[:1])
     yield from (f"gluon backward 16bit {words}" for words in ("d64/64 full relative_bias", "d64/64 full bias"))
     yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))

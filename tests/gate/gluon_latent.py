@@ -12,8 +12,8 @@ from saccade.backends.device.records import TensorArgs
 from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import launch
 from saccade.call import Call
-from saccade.layouts import Paged
-from saccade.masks import causal, mask_mod
+from saccade.layouts import Paged, SlotRows
+from saccade.masks import Slots, causal, mask_mod
 from tests.gate.rows import GateRow, warmed
 
 SPILL = 96
@@ -24,7 +24,8 @@ LISTED_SPILL = 220
 
 def features() -> Iterator[str]:
     yield from (
-        f"gluon latent 16bit d576/512 {words}" for words in ("full", "causal", "causal gathered", "schedule", "merge")
+        f"gluon latent 16bit d576/512 {words}"
+        for words in ("full", "causal", "causal gathered", "slots", "schedule", "merge")
     )
 
 
@@ -45,6 +46,10 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             s_q, mask = 2, causal()
     q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
+    if row.words[0] == "slots":
+        size, slots = 1, torch.zeros(4, 512, dtype=torch.int32)
+        s_q, mask, layout = 1, Slots(slots, 256), SlotRows(slots, slots[:, 0])
+        q, cache = q[:, :, :1], cache[:, :, :1]
     call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
     cut = launch.Cut.of(call, 132)
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
@@ -59,4 +64,4 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
     records = positions.spans(call), masks.device_args(call), score_args(call)
     given = launch.arguments(call, results, schedule, *records)
-    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] == "listed" else SPILL
+    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] in ("listed", "slots") else SPILL

@@ -10,9 +10,11 @@ import torch
 
 from saccade import scores
 from saccade.backends.device import block_lists, masks, positions, visits
+from saccade.backends.device.key_lists import Tabulated
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.hopper.tma_launch import TMALaunch
+from saccade.backends.key_lists import TableShape
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.call.dropout import Dropout
@@ -79,7 +81,7 @@ RANGES = Packed(PACKED.cu_seqlens_q, starts_k=PACKED.cu_seqlens_q[1:], seqused_k
 
 
 def _mask(edges: str) -> Mask | None:
-    """`full`, `causal`, `listed`, or a window for whatever else tests intervals."""
+    """`full`, `causal`, `listed`, `selected` blocks, or a window for whatever else tests intervals."""
     match edges:
         case "full":
             return None
@@ -89,6 +91,9 @@ def _mask(edges: str) -> Mask | None:
             return interval(*torch.zeros(2, 1, 512, dtype=torch.int32))
         case "listed":
             return causal() & mask_mod(lambda b, h, q_idx, kv_idx: (q_idx ^ kv_idx) & 64 == 0)
+        case "selected":
+            shape, lists = TableShape(1, 2, 8, 8), torch.zeros(1, 2, 8, 4, dtype=torch.int32)
+            return Tabulated(lists, None, 64, 64, (shape, torch.zeros(16, 1, dtype=torch.int32))) & causal()
         case _:
             return window(300, 0)
 

@@ -14,6 +14,7 @@ from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.captured_gradients import captured_gradients_kernel, in_any_order
 from saccade.backends.device.gradients import copy_launch, recompute_launch, sink_launch
+from saccade.backends.device.key_lists import Tabulated, table_launch
 from saccade.backends.device.records import runtime_int
 from saccade.backends.device.row_totals import row_totals_kernel
 from saccade.backends.device.scores import scatter
@@ -26,7 +27,7 @@ NEVER = tl.constexpr(0), tl.constexpr(0)
 
 SHARED = (
     "order", "captured_gradients", "bias_sums", "row_totals", "sink", "tile_states", "block_list",
-    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy",
+    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy", "key_table",
 )  # fmt: skip
 
 
@@ -55,6 +56,9 @@ def compiled(kernel: str, call: Call) -> Any:
         arguments = *row_totals.tensors(call, {}, saved, saved), *arguments
     elif kernel == "sink":
         launch, arguments = sink_launch({}, torch.empty(2), lse, lse, 1.0, torch.empty(2))
+    elif kernel == "key_table":
+        mask = next(leaf for leaf in call.mask.leaves() if isinstance(leaf, Tabulated))  # pyright: ignore[reportOptionalMemberAccess]
+        launch, arguments = table_launch(mask, call, {}, mask.table, 0)  # pyright: ignore[reportArgumentType]
     elif kernel == "copy":
         launch, arguments = copy_launch({}, call.q, call.q)
     elif kernel == "results":

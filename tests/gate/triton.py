@@ -56,7 +56,7 @@ def configs() -> Iterator[str]:
 
 def features() -> Iterator[str]:
     """What a call may have besides."""
-    yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "ranges", "listed"))
+    yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "ranges", "listed", "selected"))
     yield "triton order 16bit d128/128 packed"
     yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy"))
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
@@ -65,6 +65,8 @@ def features() -> Iterator[str]:
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
     lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
+    of_keys = "key_table", "tile_states", "packed_tile_states"
+    yield from (f"triton {name} 16bit d128/128 selected" for name in of_keys)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)

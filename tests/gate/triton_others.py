@@ -17,20 +17,21 @@ from saccade.backends.triton import rank_sums as sums_of_ranks
 from saccade.backends.triton import spread_rows as spreading
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
-from saccade.layouts import CacheSlots, Paged, empty_bytes
-from saccade.masks import causal, prefix, window
+from saccade.layouts import CacheSlots, Paged, SlotRows, empty_bytes
+from saccade.masks import Slots, causal, prefix, window
 from tests.gate.rows import warmed
 
 ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
 """What comes after `triton paged 16bit d128/128`."""
-LATENT = {"decode": 12, "fixed": 4, "singles": 40, "prompt": 500}
+LATENT = {"decode": 12, "fixed": 4, "singles": 40, "rows": 100, "prompt": 500}
 """Rows of d576/512, whose values are read with their keys, and the bytes that they spill. The prompt's are 276 on
 Triton 3.6, where 64 keys are faster than 32 with fewer spills, and 640 on 3.9, not timed. It has parts: of a whole
 one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
 
 
 def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
-    """Decoding over pages of 16 in parts, its queries end to end, or whole, a query each; `singles` over pages of 1;
+    """Decoding over pages of 16 in parts, its queries end to end, or whole, a query each; `singles` over pages of 1,
+    `rows` over slots;
     `few` rows, or a chunk of a prompt, over pages of 64, which have whole tiles; 4 or 16 drafts, whose mask must be
     asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one of keys."""
     forms = {
@@ -39,6 +40,7 @@ def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = Fa
         "drafts": (4, 4, 16),
         "drafts16": (4, 16, 16),
         "singles": (4, 1, 1),
+        "rows": (4, 1, 1),
         "few": (4, 4, 64),
     }
     b, s_q, size = forms.get(word, (4, 1, 16))
@@ -46,6 +48,8 @@ def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = Fa
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
+    if word == "rows":
+        mask, layout = Slots(layout.block_table, 256), SlotRows(layout.block_table, layout.seqused_k)
     h_q, h_k = (16, 1) if latent else (32, 8)
     shape = (b, h_q, s_q) if offsets is None else (1, h_q, b * s_q)
     eight = dtype in EIGHT_BITS

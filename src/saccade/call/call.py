@@ -181,7 +181,7 @@ class Call:
             yield Sequence(sequence.rows, sequence.keys, call)
 
     def _extent(self) -> Extent:
-        return self.layout.extent(self.q, self.k)
+        return self.layout.extent(self.q, self.k)._replace(heads=self.q.shape[1])
 
     def _positions(self) -> Positions | None:
         return self.layout.positions(self.q.shape[2])

@@ -56,9 +56,7 @@ def check_call(
     layout = _BHSD if layout is None else layout
     if not isinstance(layout, Layout) or not isinstance(backend, str):
         raise _type_error(layout, backend)
-    if isinstance(q, Tensor) and q.is_nested:
-        q, k, v, layout = layouts.unwrap(q, k, v, layout)
-    q, k, v = _check_operands(q, k, v, layout)
+    q, k, v, layout, slots = _settled(q, k, v, layout)
     tensors = layout.tensors
     if mask is not None:
         mask = _bind_mask(mask, runs and backend == "reference")
@@ -84,9 +82,22 @@ def check_call(
     if dropout_p:
         dropout = Dropout.draw(dropout_p, q.device) if runs else Dropout.planned(dropout_p)
     return Call(
-        q, k, v, layout=layout, mask=mask, score=score, sink=sink, scale=scale, deterministic=deterministic,
-        dropout=dropout, max_scores=return_max_scores, descale=found, out=out,
+        q, k, v, layout=layout, mask=mask if slots is None else slots, score=score, sink=sink, scale=scale,
+        deterministic=deterministic, dropout=dropout, max_scores=return_max_scores, descale=found, out=out,
     )  # fmt: skip
+
+
+def _settled(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Layout, Mask | None]:
+    """Operands as a backend takes them, and the layout over them: of nested ones that of their rows, of slots that of
+    rows of caches, and a mask."""
+    if isinstance(q, Tensor) and q.is_nested:
+        q, k, v, layout = layouts.unwrap(q, k, v, layout)
+    if layout.slots is None:
+        return *_check_operands(q, k, v, layout), layout, None
+    rows = layouts.SlotRows.of(layout)  # pyright: ignore[reportArgumentType]
+    q, k, v = _check_operands(q, k, v, rows)
+    layout, k, v, mask = rows.over_rows(k, v)
+    return q, k, v, layout, mask
 
 
 def _type_error(layout: Any, backend: Any) -> TypeError:
@@ -255,6 +266,8 @@ def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
         error = f"score functions take lengths up to {scores.LONGEST}, got {given.s_q} and {given.s_k}"
     if isinstance(score, Traced):
         error = error or layout.reach_error(given)
+        if isinstance(layout, layouts.SlotRows) and (taken := score.program.inputs & {"b", "q_idx", "kv_idx"}):
+            error = f"keys in slots have no numbers, and score_mod depends on {', '.join(sorted(taken))}"
     if error or score is None:
         if sizes.s_q != given.s_q:
             error = f"{error} (functions take the positions of rows and keys: {layout!r})"

@@ -20,7 +20,7 @@ from saccade.distributed.sharding import reach_of, sees_all_before
 from saccade.distributed.transport import counted
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import counts_from_first, sink_error
-from saccade.masks import KeyInterval, Mask, Window, as_mask
+from saccade.masks import KeyInterval, Mask, Selected, Window, as_mask
 from saccade.ops import dispatch
 from saccade.ops.autograd import forward_mode
 from saccade.util import arguments
@@ -263,6 +263,11 @@ def _check_mask(plan: ContextPlan, mask: Mask | None) -> None:
         raise Unsupported(
             f"context: {leaf!r} counts the rows and keys of one process: write it as mask_mod(fn), which takes the "
             "positions in each document; documents need no mask, a plan of their lengths keeps them apart"
+        )
+    if (leaf := next((leaf for leaf in leaves if isinstance(leaf, Selected)), None)) is not None:
+        raise Unsupported(
+            f"context: {leaf!r} lists keys that other ranks may have: not supported over several ranks; attend to each "
+            "rank's keys and merge the Partials"
         )
     bounds = [x for leaf in leaves if isinstance(leaf, KeyInterval) for x in leaf.tensors]
     if plan.ranks.heads > 1 and any(x.dim() == 1 or x.shape[1] != 1 for x in bounds):

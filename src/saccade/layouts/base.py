@@ -56,6 +56,8 @@ class Layout:
     """Into how many parts the keys of a sequence are split; None lets the backend choose."""
     shared_pages: Any = 0
     """How many pages all sequences have in common."""
+    slots: Any = None
+    """Which rows of a cache each query row sees; None where pages say it."""
     has_pages: ClassVar[bool] = False
     """Whether k and v are the pages of a cache."""
     rectangular: ClassVar[bool] = False
@@ -237,6 +239,13 @@ class Layout:
         """The lengths of canonical operands as one padded batch."""
         extent = Extent.of(q.shape[2], k.shape[2], self.seqused_q, self.seqused_k, q.device)
         return extent.at(self.positions(q.shape[2]))
+
+    def keys_in_use(self, s_k: int) -> Tensor:
+        """(b or 1,): of each sequence, where a batch row has room for s_k."""
+        if self.seqused_k is not None:
+            return self.seqused_k
+        used = self.cu_seqlens_k
+        return torch.full((1,), s_k, device="cpu") if used is None else used.diff()
 
     def function_sizes(self, sizes: Sizes) -> Sizes:
         """The sizes that tensors must have which functions read at their indices, as far as the host knows, in a call

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.validate import check_offset, interval_error, operand_error
+from saccade.layouts.validate import rows_error, check_offset, operand_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 from saccade.util.arguments import broadcasts
@@ -111,7 +111,7 @@ class Dense(Layout):
                 return f"documents(ids) needs ids (b, s) and s_q = s_k = s, got ids {tuple(leaf.ids.shape)}"
             if leaf.kind == "prefixes" and leaf.tensors[0].shape != (b,):
                 return f"prefix lengths must have shape ({b},), got {tuple(leaf.tensors[0].shape)}"
-        return interval_error(mask, b, s_q, False)
+        return rows_error(mask, sizes, k.shape[ORDERS[self.order][1]], s_q)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         for name, used, s in (("seqused_q", self.seqused_q, s_q), ("seqused_k", self.seqused_k, s_k)):

@@ -21,8 +21,8 @@ from saccade.layouts.offsets import (
     same_vector,
     shortened,
 )
-from saccade.layouts.validate import check_offset, interval_error, operand_error, sequence_mask_error
-from saccade.masks import Extent, Mask
+from saccade.layouts.validate import rows_error, check_offset, operand_error, sequence_mask_error
+from saccade.masks import Extent, Mask, Selected
 from saccade.scores import Sizes
 from saccade.util import arguments
 
@@ -213,9 +213,13 @@ class Packed(Layout):
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         no_documents = "packed sequences do not see one another: make each document a sequence, and omit documents(ids)"
-        error = sequence_mask_error(mask, self.sizes(q, k), no_documents)
-        error = error or self.position_error(mask, self.sizes(q, k), q.shape[0])
-        return error or interval_error(mask, self.sequences, q.shape[0], True)
+        sizes = self.sizes(q, k)
+        error = sequence_mask_error(mask, sizes, no_documents)
+        error = error or self.position_error(mask, sizes, q.shape[0])
+        leaves = () if mask is None or self.starts_k is None else mask.leaves()
+        if not error and (leaf := next((leaf for leaf in leaves if isinstance(leaf, Selected)), None)) is not None:
+            return f"{leaf!r} counts the keys of whole sequences: not with ranges of keys (starts_k), pass cu_seqlens_k"
+        return error or rows_error(mask, sizes, k.shape[1], q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         if self.starts_k is not None:

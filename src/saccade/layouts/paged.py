@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saccade.layouts.base import OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import cache_error, check_offset, head_error, interval_error, sequence_mask_error
+from saccade.layouts.validate import rows_error, cache_error, check_offset, head_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
 
@@ -42,6 +42,11 @@ class Paged(Layout):
         shared_pages: how many pages all sequences have in common: the first columns of block_table, read in row 0. The
             meaning is that of 0. The common pages are read once for all sequences, where nothing but lengths tells
             these apart; `explain` says whether they are. Shorter sequences end inside of them.
+        slots: in place of block_table, the rows of the cache that each query row sees: (b, s_q, n) int32 or int64 with
+            seqused_k (b, s_q), or (t_q, n) and (t_q,) for queries (t_q, h_q, d). Slot `n` is row `n % page_size` of
+            page `n // page_size`, as `append_kv` numbers them, for all heads. The first seqused_k of a row count. Slots
+            outside of the cache name nothing; one that comes again counts again. Such calls have no masks, offsets and
+            shared_pages, and no functions of b, q_idx or kv_idx.
 
     Raises:
         ValueError: tensors that are not integer ones of these shapes, num_splits below 1, or more shared pages than
@@ -56,24 +61,30 @@ class Paged(Layout):
     torch.Size([2, 1, 8, 64])
     """
 
-    block_table: Tensor
-    seqused_k: Tensor
+    block_table: Tensor = None  # pyright: ignore[reportAssignmentType] (with slots alone)
+    seqused_k: Tensor = None  # pyright: ignore[reportAssignmentType]
     cu_seqlens_q: Tensor | None = None
     num_splits: int | None = None
     q_offset: int | Tensor | None = None
     k_offset: int | Tensor | None = None
     shared_pages: int = 0
+    slots: Tensor | None = None
 
     kind = "paged"
     order = "paged"
     cu_seqlens_k = seqused_q = None
     has_pages = True
-    FLAT = "block_table", "seqused_k", "cu_seqlens_q", *OFFSETS, "num_splits", "shared_pages"
+    WORD = "paged"
+    FLAT = "block_table", "seqused_k", "cu_seqlens_q", *OFFSETS, "num_splits", "shared_pages", "slots"
     gradient_error = (
         "a paged cache has no gradients: call attention inside torch.no_grad(), or pass Dense or Packed keys and values"
     )
 
     def __post_init__(self) -> None:
+        if self.slots is not None:
+            self._check_slots(self.slots)
+            self._flatten(self.WORD)
+            return
         table, used = self.block_table, self.seqused_k
         if not isinstance(table, Tensor) or table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -103,7 +114,32 @@ class Paged(Layout):
         ):
             columns = f"the columns of block_table {tuple(table.shape)}"
             raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
-        self._flatten("paged")
+        self._flatten(self.WORD)
+
+    def _check_slots(self, slots: Any) -> None:
+        """
+        Raises:
+            ValueError: slots that are not an integer tensor of three or two dimensions, lengths of another shape, or
+                what does not go with slots.
+        """
+        used, starts = self.seqused_k, self.cu_seqlens_q
+        if not isinstance(slots, Tensor) or slots.dim() not in (2, 3) or slots.dtype not in (torch.int32, torch.int64):
+            wanted = "an int32 or int64 tensor of shape (b, s_q, n) or (t_q, n)"
+            raise ValueError(f"slots must be {wanted}, got {described(slots)}")
+        integers = isinstance(used, Tensor) and used.dtype in (torch.int32, torch.int64)
+        if not integers or used.shape != slots.shape[:-1]:
+            wanted = f"an int32 or int64 tensor {tuple(slots.shape[:-1])}, how many slots each row has"
+            raise ValueError(f"seqused_k beside slots must be {wanted}, got {described(used)}")
+        if starts is not None:
+            check_vector("cu_seqlens_q", starts, "(b + 1,)")
+            if slots.dim() != 2 or not starts.shape[0]:
+                raise ValueError(
+                    f"cu_seqlens_q {tuple(starts.shape)} is for slots (t_q, n) of rows end to end, got "
+                    f"{tuple(slots.shape)}"
+                )
+        given = [name for name in ("block_table", *OFFSETS) if getattr(self, name) is not None]
+        if given := [*given, *(["shared_pages"] if self.shared_pages else [])]:
+            raise ValueError(f"slots say where each row's keys are, and keys have no numbers: omit {', '.join(given)}")
 
     @property
     def sequences(self) -> int:
@@ -158,7 +194,7 @@ class Paged(Layout):
                     f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: "
                     "pass mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
                 )
-        return error or interval_error(mask, self.sequences, rows, flat)
+        return error or rows_error(mask, sizes, k.shape[2], rows, flat)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         """Reads lengths and offsets; s_k is the page size."""
@@ -249,6 +285,8 @@ class Paged(Layout):
         return k, v
 
     def __repr__(self) -> str:
+        if self.slots is not None:
+            return f"Paged(slots={list(self.slots.shape)})"
         return f"Paged({self.sequences} sequences of up to {self.block_table.shape[1]} pages)"
 
 

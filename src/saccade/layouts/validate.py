@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.offsets import described, has_values, shortened
-from saccade.masks import FARTHEST, Blocked, Documents, KeyInterval, Mask, Positions, TensorMask
+from saccade.masks import FARTHEST, Blocked, Documents, KeyInterval, Mask, Positions, Selected, TensorMask
 from saccade.scores import LONGEST, Sizes
 from saccade.util import arguments
 
@@ -69,13 +69,19 @@ def counts_from_first(mask: Mask) -> bool:
     return mask.of_shape or isinstance(mask, (Blocked, Documents, TensorMask))
 
 
-def interval_error(mask: Mask | None, sequences: int, rows: int, end_to_end: bool) -> str | None:
-    """Of intervals whose bounds are tensors; `rows` are those of a sequence, or of all sequences end to end."""
+def rows_error(mask: Mask | None, sizes: Sizes, h_k: int, rows: int, end_to_end: bool = False) -> str | None:
+    """Of intervals and lists that are tensors; `rows` are those of a sequence, or of all sequences end to end."""
     if mask is None or not mask.bounds_per_row:
         return None
-    leaves = mask.leaves()
-    errors = (leaf.bounds_error(sequences, rows, end_to_end) for leaf in leaves if isinstance(leaf, KeyInterval))
-    return next(filter(None, errors), None)
+    for leaf in mask.leaves():
+        error = None
+        if isinstance(leaf, KeyInterval):
+            error = leaf.bounds_error(sizes.b, rows, end_to_end)
+        elif isinstance(leaf, Selected):
+            error = leaf.lists_error(sizes, h_k, rows, end_to_end)
+        if error:
+            return error
+    return None
 
 
 Offset = int | Tensor

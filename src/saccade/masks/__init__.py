@@ -34,12 +34,13 @@ from saccade.masks.predicates import (
     is_block_mask,
     mask_mod,
 )
+from saccade.masks.selected import Selected, Slots, selected, selected_blocks
 
 __all__ = [
     "EMPTY", "FARTHEST", "FULL", "KINDS", "PARTIAL", "TILE", "UNBOUNDED", "And", "Blocked", "Combined", "Documents",
-    "Extent", "Interval", "KeyInterval", "Mask", "MaskMod", "Not", "Or", "Positions", "Prefix", "TensorMask", "Window",
-    "Written",
+    "Extent", "Interval", "KeyInterval", "Mask", "MaskMod", "Not", "Or", "Positions", "Prefix", "Selected",
+    "Slots", "TensorMask", "Window", "Written",
     "as_mask", "causal", "documents", "from_tensors", "interval", "is_block_mask", "is_kind", "mask_mod",
     "of_batch_row", "of_leaves", "of_one_sequence", "of_rows", "padded", "pin", "prefix", "program_names", "programs",
-    "window",
+    "selected", "selected_blocks", "window",
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
+from saccade.masks.selected import Selected, Slots
 from saccade.util.compile_constant import compile_constant
 from saccade.util.imports import after_import
 
@@ -215,8 +216,12 @@ def _parsed(kind: str) -> Any:
     return tree
 
 
-KINDS = ("causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod")
-_LEAVES = {identity: leaf for leaf in (Window, Prefix, KeyInterval, Documents) for identity in leaf.FLAT}
+KINDS = (
+    "causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod", "selected", "selected_blocks",
+    "slots",
+)  # fmt: skip
+_CLASSES = Window, Prefix, KeyInterval, Documents, Selected, Slots
+_LEAVES = {identity: leaf for leaf in _CLASSES for identity in leaf.FLAT}
 _IDENTITIES = {*KINDS, *_LEAVES, "mask_tensor"}
 
 
@@ -272,7 +277,7 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
         match leaf:
             case Prefix(n=Tensor() as n):
                 return Prefix(n[b : b + 1])
-            case KeyInterval():
+            case KeyInterval() | Selected() | Slots():
                 return leaf.of_batch_row(b)
             case _ if leaf.block_sparse:
                 return OfRow(leaf, b) if "b" in leaf.indices else leaf
@@ -283,7 +288,7 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
 
 def of_rows(mask: Mask, rows: slice | Tensor) -> Mask:
     """The mask of these rows of queries end to end: a sequence's, or (b, s_q) of a padded batch."""
-    return of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval) else leaf)
+    return of_leaves(mask, lambda leaf: leaf.of_rows(rows) if isinstance(leaf, KeyInterval | Selected) else leaf)
 
 
 def padded(mask: Mask, starts: Tensor, s_q: int) -> Mask:

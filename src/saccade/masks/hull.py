@@ -42,6 +42,8 @@ class Extent(NamedTuple):
     """(b or 1, s_q) integer: the position of each row, or None"""
     k: Tensor | None = None
     """(b or 1, 1) integer: the position of the first key; with `p`"""
+    heads: int | None = None
+    """query heads of the call, if it is known"""
 
     def at(self, positions: Positions | None) -> Extent:
         """The same with these positions of a batch."""

@@ -60,7 +60,7 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         return mask
     if mask.bounds_per_row:
         raise ValueError(
-            f"block_mask cannot keep the tiles of {mask!r}: each call reads the bounds anew; pass the mask itself"
+            f"block_mask cannot keep the tiles of {mask!r}: each call reads its tensors anew; pass the mask itself"
         )
     device_of_mask = (
         bound.tensors[0].device if bound.tensors and device is None else torch.empty(0, device=device).device

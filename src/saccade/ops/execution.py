@@ -16,7 +16,7 @@ from saccade.backends import Outputs, Saved
 from saccade.call import Call, unflatten
 from saccade.call.arrivals import Arrivals
 from saccade.call.descale import EIGHT_BITS
-from saccade.masks import MaskMod
+from saccade.masks import MaskMod, Selected
 from saccade.ops import dispatch, replay, shared_pages
 from saccade.ops.replay import CallKey
 from saccade.scores import Traced
@@ -44,6 +44,8 @@ def execute(
         layout.check_lengths(call.q.shape[2], call.k.shape[2])
         if layout.positioned:
             layout.check_positions(_takes_positions(call), call.q.shape[2], layout.capacity(call.k.shape[2]))
+    if call.mask is not None and call.mask.block_sparse and (call.q.is_cpu or backend == "reference"):
+        _check_lists(call)
     if call.out is not None:
         memory_layout.refuse_shared("out", layout.ordered(call.out), _inputs(call))
     with torch._C._DisableAutocast():  # q, k and v are cast; a backend's own products keep the dtypes that it chose
@@ -83,6 +85,19 @@ def _takes_positions(call: Call) -> bool:
     """Whether a function of positions is part of the call."""
     leaves = () if call.mask is None else call.mask.leaves()
     return isinstance(call.score, Traced) or any(isinstance(leaf, MaskMod) for leaf in leaves)
+
+
+def _check_lists(call: Call) -> None:
+    """Reads the lists of a mask.
+
+    Raises:
+        ValueError: lists that name a key twice; on a CPU, lengths beyond their entries.
+    """
+    layout = call.layout
+    for leaf in call.mask.leaves() if call.mask is not None else ():
+        if isinstance(leaf, Selected):
+            keys = layout.keys_in_use(call.k.shape[2]).to(call.q.device)
+            leaf.check(keys, layout.cu_seqlens_q, lengths=call.q.is_cpu)
 
 
 def _with_tail(call: Call, out: Tensor) -> Tensor:

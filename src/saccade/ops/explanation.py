@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from saccade.backends import key_lists
 from saccade.call import Call
 from saccade.call.spec import Spec
 from saccade.ops import dispatch, shared_pages
@@ -20,6 +21,7 @@ class Explanation:
         reasons: backend name -> the reasons against it; an empty list is one that runs.
         outrun: backend name -> why "auto" leaves the forward, which it runs, to a faster one.
         hidden: the part of the mask that the score function is, or None.
+        lists: how lists of keys run, or None.
         shared: what is done about a layout's shared pages, or None.
         pays: what 8-bit operands were measured to gain on Hopper, where that is little or not known, or None.
         elsewhere: what is not known of a device that this machine does not have, or None.
@@ -44,6 +46,7 @@ class Explanation:
         if plan and isinstance(whole, Call) and whole.layout.shared_pages and plan.backend != "reference":
             self.shared = shared_pages.explanation(whole, backend)
         self.backend = plan.backend if plan else None
+        self.lists = key_lists.explanation(call, plan.backend) if plan and isinstance(call, Call) else None
         self.workspace = plan.module.workspace(self.spec) if plan else None
         self.pays = _pays(self.spec, self.backend)
         self.elsewhere = None
@@ -78,7 +81,7 @@ class Explanation:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
         if self.shared is not None:
             lines.append(f"  {self.shared}")
-        lines += [f"  {note}" for note in (self.pays, self.elsewhere) if note is not None]
+        lines += [f"  {note}" for note in (self.lists, self.pays, self.elsewhere) if note is not None]
         if self.workspace:
             lines.append(f"  memory besides the outputs: {self.workspace}")
         return "\n".join(lines)
@@ -90,7 +93,7 @@ class Explanation:
         >>> found["backend"], found["gradient"], found["reasons"]["gluon"][0]
         ('cpu', 'cpu', 'runs on sm90, not on cpu')
         """
-        notes = {name: getattr(self, name) for name in ("shared", "pays", "elsewhere")}
+        notes = {name: getattr(self, name) for name in ("lists", "shared", "pays", "elsewhere")}
         return {
             "spec": str(self.spec),
             "backend": self.backend,

@@ -242,6 +242,8 @@ def _slots(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged
     if slot_mapping is None:
         if not isinstance(layout, Paged):
             raise TypeError(f"append_kv needs a Paged layout, or None with slot_mapping=…, got {layout!r}")
+        if layout.slots is not None:
+            raise ValueError("append_kv writes rows that a block table has, or to slot_mapping=…, and not to slots=…")
         if positions is not None:
             raise ValueError("positions go with slot_mapping; those of a layout's rows follow from its lengths")
         if rotary is not None and layout.k_offset is not None:

@@ -17,7 +17,7 @@ from saccade.call import Call
 from saccade.call.descale import BLOCK, Factors
 from saccade.layouts import Paged, empty_like_rows
 from saccade.layouts.validate import counts_from_first
-from saccade.masks import KeyInterval, MaskMod, Window
+from saccade.masks import KeyInterval, MaskMod, Selected, Window
 from saccade.ops import dispatch
 from saccade.scores import Traced
 
@@ -38,7 +38,7 @@ def obstacle(call: Call) -> str | None:
     if layout.num_splits == 1:
         return "num_splits=1 promises bits that depend on nothing else in the call"
     leaves = [] if mask is None else [*mask.leaves()]
-    if any(leaf.of_shape or counts_from_first(leaf) for leaf in leaves):
+    if any(leaf.of_shape or counts_from_first(leaf) or isinstance(leaf, Selected) for leaf in leaves):
         return "the mask counts rows and keys of the call"
     if any(isinstance(leaf, MaskMod) and leaf.predicate.program.by_batch_row for leaf in leaves):
         return "mask_mod depends on the batch row"

@@ -149,7 +149,7 @@ class CheckedCall(NamedTuple):
             v=self.v[keys_at],
             sink=None if sink is None else sink.detach()[heads],
             layout=dense_of(self.layout, sequence, self.q.shape[2]),
-            mask=None if mask is None else ShiftedMask(of_rows(mask, sequence.rows), b, h),
+            mask=None if mask is None else ShiftedMask(of_rows(mask, sequence.rows), b, h, self.q.shape[1]),
             score=None if score is None else ShiftedScore(score, b, h),
             descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
             out=None if out is None else out.new_empty(0),
@@ -496,11 +496,11 @@ class ShiftedScore(scores.Score):
 
 
 class ShiftedMask(Mask):
-    """A mask as some batch rows and heads see it, from b and h on: as much as the oracle needs."""
+    """A mask as some batch rows and heads see it, from b and h of so many on: as much as the oracle needs."""
 
-    def __init__(self, mask: Mask, b: int, h: int) -> None:
-        self.mask, self.b, self.h = mask, b, h
+    def __init__(self, mask: Mask, b: int, h: int, heads: int) -> None:
+        self.mask, self.b, self.h, self.heads = mask, b, h, heads
         self.kind = mask.kind  # pyright: ignore[reportAttributeAccessIssue]
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.mask.sees(extent, b + self.b, h + self.h, q_idx, kv_idx)
+        return self.mask.sees(extent._replace(heads=self.heads), b + self.b, h + self.h, q_idx, kv_idx)

@@ -27,7 +27,7 @@ PARTS = "inference", "training", "backward"
 """A forward without an LSE, a forward with one, as a backward needs it, and the backward."""
 _MASKS = {"window": "window(255,0)", "prefix": "prefix(64)"}
 _SCORES = {"softcap": "softcap(50)", "relative_bias": "relative_bias(128)"}
-_NOT_A_SPECS = "interval", "mask_mod"
+_NOT_A_SPECS = "interval", "mask_mod", "selected", "selected_blocks", "slots"
 _LEARNED = "relative_bias", "t5_bias", "bias", "temperature"
 
 

@@ -12,12 +12,28 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from saccade import Dense, Descale, Packed, attention, bias, causal, explain, mask_mod, prefix, relative_bias, window
+from saccade import (
+    Dense,
+    Descale,
+    Packed,
+    Paged,
+    attention,
+    bias,
+    causal,
+    explain,
+    mask_mod,
+    prefix,
+    relative_bias,
+    selected,
+    selected_blocks,
+    window,
+)
 from saccade.backends import hopper as gluon
 from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
 from saccade.backends.hopper.forward import config
 from saccade.testing import check
+from saccade.testing.accuracy import worst_row_error
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
 from tests.support.non_finite import assert_endless_sink, operands
@@ -66,6 +82,44 @@ def test_seeds(name: str, seed: int) -> None:
 @pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
 def test_latent(case: Case) -> None:
     right(case, 0)
+
+
+LISTS = {
+    "tiles": lambda: selected_blocks(torch.rand(1, 4, 3, 4).argsort(-1)[..., :2], rows=64),
+    "keys": lambda: selected(torch.rand(1, 2, 150, 210).argsort(-1)[..., :50] - 5, torch.randint(0, 51, (1, 2, 150))),
+    "blocks": lambda: selected_blocks(torch.rand(1, 1, 150, 14).argsort(-1)[..., :3], 16) & causal(),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_keys(name: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, s, 64, dtype=torch.bfloat16) for h, s in ((4, 150), (2, 200), (2, 200)))
+    with emulated():
+        check(q, k, v, backend="gluon", mask=LISTS[name](), dlse=torch.randn(1, 4, 150)).assert_ok()
+
+
+def test_lists_of_latent_keys() -> None:
+    with emulated():
+        given = LATENT.replace(s_q=2, dtype="bf16").inputs("cpu", seed=0)
+        mask = selected(torch.rand(2, 1, 2, 210).argsort(-1)[..., :70] - 5)
+        check(given.q, given.k, given.v, backend="gluon", mask=mask & causal(), **given.keywords).assert_ok()
+
+
+def test_slots_of_latent_keys() -> None:
+    """Numbers that are no slots in any place; rows that no slot names, the first one among them, are NaN."""
+    torch.manual_seed(0)
+    q, cache = torch.randn(2, 3, 17, 576, dtype=torch.bfloat16), torch.randn(9, 16, 1, 576, dtype=torch.bfloat16)
+    slots = torch.rand(2, 3, 140).argsort(-1)[..., :90] + 4
+    slots = torch.where(torch.rand(slots.shape) < 0.2, -1, slots).int()
+    cache.view(-1, 576)[:4] = torch.nan
+    layout = Paged(slots=slots, seqused_k=torch.tensor([[90, 0, 64], [1, 65, 33]]))
+    with emulated():
+        found = attention(q, cache, cache[..., :512], layout=layout, return_lse=True, backend="gluon")
+    wide = cache.double()
+    exact = attention(q.double(), wide, wide[..., :512], layout=layout, return_lse=True, backend="reference")
+    assert float(worst_row_error(found.out, exact.out, torch.finfo(torch.bfloat16).eps)) <= 1
+    assert float(worst_row_error(found.lse[..., None], exact.lse[..., None], 2**-16)) <= 1
 
 
 @pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])

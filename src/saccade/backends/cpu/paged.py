@@ -20,7 +20,7 @@ from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_pro
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
 from saccade.call import Call
 from saccade.call.descale import factor_of_rows
-from saccade.layouts import Paged
+from saccade.layouts import Paged, SlotRows
 
 FIXED_ROWS, FIXED_KEYS = 16, 128
 """The rows of a head and the keys of a tile for `num_splits=1`."""
@@ -141,8 +141,11 @@ def _tile(call: Call, name: str, b: int, start: int, n: int, keys: int) -> Tenso
     assert isinstance(layout, Paged)
     stop = min(start + n, keys)
     first = start // size
-    pages = layout.block_table[b, first : -(-stop // size)].long().clamp(0, x.shape[0] - 1)
+    numbers = layout.block_table[b, first : -(-stop // size)].long()
+    pages = numbers.clamp(0, x.shape[0] - 1)
     tile = x[pages].transpose(0, 1).flatten(1, 2)[:, start - first * size : stop - first * size]
+    if isinstance(layout, SlotRows):  # values may be NaN where there is no slot
+        tile = torch.where((pages == numbers)[:, None], tile, 0)
     if call.descale is not None:
         tile = tile.to(call.lse_dtype())
         if (factor := getattr(call.descale, name)) is not None:

@@ -108,6 +108,8 @@ class Tiling:
         """For each group of heads its tiles of rows."""
         self.pieces: dict[tuple[int, int, int], list[Tile]] = {}
         """Of tiles with block sparsity, by first batch row, first head and first row."""
+        self.states: Tensor | None = None
+        """Of the mask's tiles, None until they are needed."""
         self.visited: float | None = None
         """The share of all scores that are in visited tiles, None until it is needed."""
 
@@ -282,7 +284,9 @@ class Worker:
         first_b, first_h = tile.batch.start if tiling.by_batch else 0, tile.heads.start if tiling.by_head else 0
         slices = first_b, first_h, tile.rows.start
         if slices not in tiling.pieces:
-            tiling.pieces[slices] = tiling.split(tiling.runs(states_of(self.call, compute_states)[0], tile))
+            if tiling.states is None:
+                tiling.states = states_of(self.call, compute_states)[0]
+            tiling.pieces[slices] = tiling.split(tiling.runs(tiling.states, tile))
         # They were made for the first of the batch rows and heads that share them.
         return [piece._replace(batch=tile.batch, heads=tile.heads) for piece in tiling.pieces[slices]]
 

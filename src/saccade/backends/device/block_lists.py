@@ -25,9 +25,9 @@ from saccade.backends.device.block_lists_kernel import (
     tile_states_kernel,
 )
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
-from saccade.backends.device.records import runtime_int
+from saccade.backends.device.records import constants, runtime_int
 from saccade.call import Call
-from saccade.masks import TILE
+from saccade.masks import TILE, And, Selected
 from saccade.util.caches import derived
 
 
@@ -49,6 +49,29 @@ SPAN, AT_ONCE = 32, 2
 """States of one program, and those that it computes at a time."""
 
 
+class Lists(NamedTuple):
+    """Lists of a mask as the kernel of states reads them, beside what else is in the mask."""
+
+    mask: masks.DeviceMask
+    ROWS: Any
+    KEYS: Any
+    """constexpr: of a tile those that say what the lists name in it"""
+
+    @staticmethod
+    def of(call: Call) -> tuple[Lists | None, Call]:
+        """The lists of a call, and the call without them, whose mask says where a tile is full."""
+        mask = call.mask
+        parts = mask.parts if isinstance(mask, And) else (mask,)
+        lists = [part for part in parts if isinstance(part, Selected)]
+        if not lists:
+            return None, call
+        rest = [part for part in parts if not isinstance(part, Selected)]
+        samples = (2 if n >= TILE else TILE for n in (min(x.rows for x in lists), min(x.keys for x in lists)))
+        of_lists, others = (None if not x else x[0] if len(x) == 1 else And((*x,)) for x in (lists, rest))
+        device = masks.device_args(call.replace(mask=of_lists))
+        return Lists(device, *constants(*samples)), call.replace(mask=others)
+
+
 def states(call: Call, launches: Launches) -> Tensor:
     """The states of the mask's tiles: see `saccade.backends.block_sparsity`."""
     packed = call.layout.ragged_keys
@@ -68,8 +91,11 @@ def states_launch(call: Call, launches: Launches, states: Tensor, table: Tensor 
     if table is not None:
         kernel, grid = packed_tile_states_kernel, (h * positions.slots(call, 0, TILE), -(-n_k // SPAN), 1)
     lengths = call.q.shape[2], call.k.shape[2]
-    arguments = states, *positions.spans(call, table), masks.device_args(call), h, *lengths, n_q, n_k
-    return cached_launch(launches, "tile states", lambda: Launch(kernel, grid, (AT_ONCE, SPAN))), arguments
+    lists, others = Lists.of(call)
+    at_once = AT_ONCE if lists is None or lists.ROWS.value == lists.KEYS.value == TILE else SPAN
+    arguments = states, *positions.spans(call, table), masks.device_args(others), lists, h, *lengths, n_q, n_k
+    key = "tile states", *(() if lists is None else (lists.ROWS.value, lists.KEYS.value))
+    return cached_launch(launches, key, lambda: Launch(kernel, grid, (at_once, SPAN))), arguments
 
 
 def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: bool = False) -> BlockLists:

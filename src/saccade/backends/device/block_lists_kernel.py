@@ -62,7 +62,7 @@ def tile_start(mask, offset, start, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
 def tile_states_kernel(
-    states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
+    states, used_q, used_k, mask, lists, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
 ):
     """The states of SPAN tiles of keys, for one tile of query rows of one head."""
     spans = tl.cdiv(n_k, SPAN)
@@ -74,12 +74,12 @@ def tile_states_kernel(
     rows = used_length(used_q, b, s_q)
     keys = used_length(used_k, b, s_k)
     row = states + (bh.to(tl.int64) * n_q + block) * n_k
-    _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
+    _write_states(row, mask, lists, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
 
 
 @triton.jit(do_not_specialize=["heads", "s_q", "s_k", "n_q", "n_k"])
 def packed_tile_states_kernel(
-    states, used_q, used_k, mask, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
+    states, used_q, used_k, mask, lists, heads, s_q, s_k, n_q, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr
 ):
     """The same of packed sequences, for one tile of the table of `used_q`."""
     b, h, _, start = tile_of(used_q, heads, s_q, TILE, False)
@@ -89,12 +89,12 @@ def packed_tile_states_kernel(
     if (start < rows) & (span * SPAN * TILE < keys):  # no other is read
         block = start // TILE
         row = states + (h.to(tl.int64) * n_q + blocks_before(used_q, b, first, TILE) + block) * n_k
-        _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
+        _write_states(row, mask, lists, b, h, block, span, rows, keys, n_k, AT_ONCE, SPAN)
 
 
 @triton.jit
-def _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
-    """SPAN states of one row of tiles, AT_ONCE of them at a time."""
+def _write_states(row, mask, lists, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.constexpr, SPAN: tl.constexpr):
+    """SPAN states of one row of tiles, AT_ONCE of them at a time; `lists` are beside the mask, or None."""
     off = keys - rows
     # [TILE]
     q_idx = block * TILE + tl.arange(0, TILE)
@@ -110,7 +110,11 @@ def _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.con
         start = tile * TILE
         stop = start + AT_ONCE * TILE
         state = tl.where((tiles * TILE >= core) & (tiles * TILE < core_end), _FULL, 0)
-        if (start < end) & (stop > first) & ((start < core) | (stop > core_end)):
+        if lists is not None:
+            some, whole = _listed(lists, b, h, block, tile, rows, keys, off, AT_ONCE)
+            inside = some & (tiles * TILE >= first) & (tiles * TILE < end)
+            state = tl.where(inside, tl.where(whole & (state == _FULL), _FULL, _PARTIAL), 0)
+        elif (start < end) & (stop > first) & ((start < core) | (stop > core_end)):
             # [TILE, AT_ONCE TILE]
             kv_idx = start + tl.arange(0, AT_ONCE * TILE)
             seen = visible(mask, b, h, q_idx[:, None], kv_idx[None, :], rows, keys, off)
@@ -118,6 +122,24 @@ def _write_states(row, mask, b, h, block, span, rows, keys, n_k, AT_ONCE: tl.con
             count = tl.sum(tl.reshape(tl.sum(seen.to(tl.int32), 0), [AT_ONCE, TILE]), 1)
             state = tl.where(count == TILE * TILE, _FULL, tl.where(count > 0, _PARTIAL, 0))
         tl.store(row + tiles, state.to(tl.uint8), mask=tiles < n_k)
+
+
+@triton.jit
+def _listed(lists, b, h, block, tile, rows, keys, off, AT_ONCE: tl.constexpr):
+    """Which of AT_ONCE tiles of keys the lists of a tile of rows name, and which all of them name in full. Lists of
+    TILE rows, or blocks of TILE keys, or more are the same all over a tile that they do not end in: those of its first
+    and last ones say it."""
+    # [ROWS]
+    q_idx = block * TILE + tl.arange(0, lists.ROWS) * ((TILE - 1) // (lists.ROWS - 1))
+    q_idx = tl.minimum(q_idx, tl.maximum(rows - 1, 0))
+    # [AT_ONCE KEYS]
+    n = tl.arange(0, AT_ONCE * lists.KEYS)
+    kv_idx = (tile + n // lists.KEYS) * TILE + n % lists.KEYS * ((TILE - 1) // (lists.KEYS - 1))
+    kv_idx = tl.minimum(kv_idx, tl.maximum(keys - 1, 0))
+    seen = lists.mask.sees(lists.mask.data, b, h, q_idx[:, None], kv_idx[None, :], off)
+    # [AT_ONCE]
+    count = tl.sum(tl.reshape(tl.sum(seen.to(tl.int32), 0), [AT_ONCE, lists.KEYS]), 1)
+    return count > 0, count == lists.ROWS * lists.KEYS
 
 
 @aggregate

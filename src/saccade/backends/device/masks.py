@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import masks
-from saccade.backends.device import intervals, positions, scores
+from saccade.backends.device import intervals, key_lists, positions, scores
 from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
 from saccade.call import Call
 from saccade.layouts import Layout
@@ -223,6 +223,8 @@ _STOPS = constants(intervals.stop_keys, _open_of, intervals.stop_sees, True)
 _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
+_LISTED = constants(_open_of, _open_of, key_lists.listed, False)
+_SLOTS = constants(_open_of, _open_of, key_lists.slots_seen, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
@@ -247,7 +249,8 @@ def _device_args(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMa
     functions = isinstance(mask, masks.MaskMod)
     if call.positions is None and not (call.layout.has_pages and functions):
         return plain
-    if isinstance(mask, masks.Documents | masks.TensorMask):  # they count from the first row and key
+    # They count from the first row and key.
+    if isinstance(mask, masks.Documents | masks.TensorMask | masks.Selected | masks.Slots):
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
     return DeviceMask(*shape, plain.exact, (plain, positions.device_args(call)), has_lower_bound=has_lower_bound)
@@ -270,6 +273,12 @@ def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | No
             tensors = (x.contiguous() for x in (mask.ids, mask.first, mask.stop, mask.solid))
             data = (*tensors, runtime_int(stride), runtime_int(s))
             return DeviceMask(*_DOCUMENTS, data, has_lower_bound=has_lower_bound)
+        case key_lists.Tabulated():
+            return DeviceMask(*_LISTED, (key_lists.KeyTable.of(mask, call),), has_lower_bound=has_lower_bound)
+        case masks.Slots():
+            table = mask.table if mask.table.stride(1) == 1 else mask.table.contiguous()
+            numbers = table.stride(0), table.shape[1], mask.count
+            return DeviceMask(*_SLOTS, (table, *map(runtime_int, numbers)), has_lower_bound=has_lower_bound)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             indices = positions.kind(call) if isinstance(mask, masks.MaskMod) else "numbers"
             keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(call))

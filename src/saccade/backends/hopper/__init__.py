@@ -7,6 +7,7 @@ from dataclasses import replace
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
 from saccade.backends.hopper.forward import config
 from saccade.backends.hopper.latent import limits
+from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
 from saccade.call.arrivals import Arrivals
 from saccade.call.spec import EIGHT_BIT_WORDS, Spec
@@ -44,6 +45,8 @@ LEAST_ITEMS = 64
 def refusals(call: Call, gradient: bool) -> list[str]:
     """Why these kernels do not take a call whose Spec they support."""
     layout = call.layout
+    if reasons := refused_lists(call):
+        return reasons
     if gradient and call.positions is not None and call.dropout is not None:
         return ["has no room in shared memory for positions beside dropout"]
     if gradient or not layout.has_pages:
@@ -97,6 +100,9 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | None = None) -> Outputs:
+    from saccade.backends.device.key_lists import tabulated
+
+    call = tabulated(call, launches)
     if limits.applies(call):
         from saccade.backends.hopper.latent import launch as latent_launch
 
@@ -108,8 +114,10 @@ def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | 
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.device.key_lists import tabulated
     from saccade.backends.hopper.backward import launch as backward_launch
 
+    call = tabulated(call, launches)
     saved = row_totals.divide_gradients(call, launches, saved, fast=True)
     biases = backward_launch.bias_sums_of(call, saved)
     captured = backward_launch.captured_of(call, saved)

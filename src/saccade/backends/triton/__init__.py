@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Part, Saved, Support, device, score_workspace
+from saccade.backends.key_lists import refusals as refused_lists
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS
@@ -17,6 +18,8 @@ from saccade.util import hardware
 
 WIDE_GRADIENTS = 132 << 10
 """Bytes that float32 gradients of WIDE head dims need."""
+MOST_SEQUENCES = 1 << 17
+"""Whose offsets a program over pages reads at once."""
 obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
     devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
@@ -44,7 +47,9 @@ def refusals(call: Call, gradient: bool) -> list[str]:
         if room < WIDE_GRADIENTS:
             needed = f"needs {WIDE_GRADIENTS >> 10} KB of shared memory for float32 gradients of head dims above {WIDE}"
             return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
-    return []
+    if call.layout.has_pages and call.layout.sequences >= MOST_SEQUENCES:
+        return [f"takes pages of fewer than {MOST_SEQUENCES} sequences, or rows of slots, not {call.layout.sequences}"]
+    return refused_lists(call)
 
 
 def workspace(spec: Spec) -> str:
@@ -54,6 +59,9 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
+    from saccade.backends.device.key_lists import tabulated
+
+    call = tabulated(call, launches)
     if call.layout.has_pages:
         from saccade.backends.triton import paged
 
@@ -72,8 +80,10 @@ def run_parts(call: Call, parts: Sequence[Part], lse: bool) -> Outputs:
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.device.key_lists import tabulated
     from saccade.backends.triton import launch
 
+    call = tabulated(call, launches)
     saved = row_totals.divide_gradients(call, launches, saved)
     biases = launch.bias_sums_of(call, saved)
     gradients = launch.backward(call, launches, saved, biases=biases)

@@ -222,10 +222,15 @@ class Program:
         return frozenset(i for i, found in derivatives.items() if found and all(_is_one(x) for x, _ in found))
 
     @cached_attribute
+    def inputs(self) -> frozenset[str]:
+        """What its value or a derivative depends on, of the score, the indices and what else it takes."""
+        graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
+        return frozenset(str(x.target) for graph in graphs for x in graph.find_nodes(op="placeholder") if x.users)
+
+    @cached_attribute
     def by_batch_row(self) -> bool:
         """Whether its value or a derivative depends on the number of the batch row."""
-        graphs = self.value.graph, self.slope.graph, self.derived_slope.graph
-        return any(x.target == "b" and x.users for graph in graphs for x in graph.find_nodes(op="placeholder"))
+        return "b" in self.inputs
 
     @cached_attribute
     def identity(self) -> str:

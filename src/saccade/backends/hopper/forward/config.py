@@ -111,13 +111,15 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
     if row is None and score:
         return scored(spec, gpu, score)
     config = ForwardConfig(**row) if row else formula(spec.d, spec.d_v)
-    block_sparse = "mask_mod" in spec.mask or "~" in spec.mask
+    block_sparse = any(word in spec.mask for word in ("mask_mod", "~", "selected"))
     reads = "interval" in spec.mask or spec.layout != "dense"
     if reads and not block_sparse and config.registers == 232:
         # The producer reads bounds, lengths or pages. With fewer registers, spilled or not, ptxas moves p about in the
         # consumers' loops (notes/gluon.md).
         registers, loader = (208, 88) if spec.d <= 128 else (224, 56)
         config = replace(config, registers=registers, loader_registers=loader)
+    if "selected" in spec.mask and config == formula(128, 128):
+        return HALF_TILES  # blocks of 64 keys are whole tiles, and three consumers spill 1060 bytes
     if spec.layout in ("packed", "paged") and block_sparse and (config.consumers, config.block_k) == (3, 128):
         return TWO_CONSUMERS  # three spill 1300 bytes: neither they nor the producer have registers for both
     if spec.layout == "paged" and block_sparse and config == formula(128, 128):

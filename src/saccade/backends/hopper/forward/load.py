@@ -44,7 +44,7 @@ from saccade.backends.hopper.ptx import begin_count, count_up, wait_for_copies
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, zero_tail
 from saccade.call import Call
-from saccade.layouts import Paged
+from saccade.layouts import Paged, SlotRows
 
 # Tiles of keys from the pages of a cache: a bulk copy for each piece that lies in one page.
 #
@@ -80,6 +80,8 @@ class Pages(NamedTuple):
     """pages of the cache"""
     size: Any
     """constexpr: rows of a page"""
+    by_slot: Any
+    """constexpr: pages are slots, and one that the cache has not is no key; else the nearest page is read"""
     parts: Any
     """Parts, or a stand-in"""
     split: Any
@@ -95,7 +97,7 @@ def device_args(call: Call, parts: Parts | None = None) -> Pages | None:
     pages, _, size, _ = call.k.shape
     stand_in = Parts(table, runtime_int(0), runtime_int(1), _constant(0))
     numbers = runtime_int(table.stride(0)), runtime_int(pages), _constant(size)
-    return Pages(table, *numbers, parts or stand_in, FLAGS[parts is not None])
+    return Pages(table, *numbers, FLAGS[isinstance(layout, SlotRows)], parts or stand_in, FLAGS[parts is not None])
 
 
 @lru_cache(maxsize=64)

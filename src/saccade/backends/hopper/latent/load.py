@@ -310,8 +310,10 @@ def gather_tile(args, pipe, h_k, page, n, start, keys):
     # [64]
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
-    page = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1).to(gl.int64)
-    pointers = head(args.cache, page, h_k, (kv_idx % args.pages.size).to(gl.int64))
+    known = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1)
+    if args.pages.by_slot:
+        there = there & (page == known)
+    pointers = head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
     gather_half(pipe, n, pointers, there, n % 2, 0)
     gather_half(pipe, n, pointers, there, 1 - n % 2, 1)
 

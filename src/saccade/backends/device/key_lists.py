@@ -1,0 +1,169 @@
+"""Lists of keys on the device: each call makes tables of bits of them, which kernels of any tiles look up.
+
+A table has a bit for each key, or block of keys, and each list. One small kernel sets those that a list names: an entry
+that is none sets no bit, and one that comes again sets none besides. Nothing waits for the host.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from saccade import masks
+from saccade.backends import Launches
+from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device
+from saccade.backends.device.records import FLAGS, plain_int, runtime_int
+from saccade.backends.key_lists import TableShape
+from saccade.call import Call
+from saccade.masks import Mask, Selected
+
+CHUNK = 512
+"""Entries that a program looks at at once."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tabulated(Selected):
+    """Lists with what they name in one call."""
+
+    table: tuple[TableShape, Tensor] | None = None
+    """with bits, int32 (lists, words)"""
+
+
+class KeyTable(NamedTuple):
+    """Bits as kernels read them; numbers are `runtime_int`s."""
+
+    bits: Any
+    stride_b: Any
+    stride_h: Any
+    """in lists"""
+    share: Any
+    """query heads of a list"""
+    rows: Any
+    """of a list"""
+    groups: Any
+    words: Any
+    keys: Any
+    """of a bit"""
+    starts: Any
+    """int (b + 1): where each sequence's rows begin, if `end_to_end`; else some other tensor"""
+    end_to_end: Any
+    """constexpr: a list for each row of queries end to end"""
+
+    @staticmethod
+    def of(mask: Tabulated, call: Call) -> KeyTable:
+        assert mask.table is not None
+        (shape, bits), starts, flat = mask.table, call.layout.cu_seqlens_q, mask.end_to_end
+        stride_b = shape.heads * shape.groups if shape.batch > 1 else 0
+        numbers = stride_b, shape.groups, call.q.shape[1] // max(shape.heads, 1), mask.rows, shape.groups, shape.words
+        given = starts.contiguous() if flat else bits
+        return KeyTable(bits, *map(runtime_int, (*numbers, mask.keys)), given, FLAGS[flat])
+
+
+def tabulated(call: Call, launches: Launches) -> Call:
+    """The call with the table of each list in its mask."""
+    if call.mask is None or not (call.mask.block_sparse and call.mask.bounds_per_row):
+        return call
+
+    number = count()
+
+    def change(leaf: Mask) -> Mask:
+        if not isinstance(leaf, Selected):
+            return leaf
+        table = _table(leaf, call, launches, next(number))
+        return Tabulated(leaf.lists, leaf.lengths, leaf.rows, leaf.block_size, table)
+
+    return call.replace(mask=masks.of_leaves(call.mask, change))
+
+
+def _table(mask: Selected, call: Call, launches: Launches, number: int) -> tuple[TableShape, Tensor]:
+    """Of the leaf of this number: launches of one are not those of another."""
+    shape = TableShape.of(mask, call)
+    bits = torch.zeros(shape.lists, shape.words, dtype=torch.int32, device=call.q.device)
+    if bits.numel() and mask.lists.numel():
+        with on_device(bits):
+            launch, arguments = table_launch(mask, call, launches, (shape, bits), number)
+            launch(bits.device.index, arguments)
+    return shape, bits
+
+
+def table_launch(
+    mask: Selected, call: Call, launches: Launches, table: tuple[TableShape, Tensor], number: int
+) -> GivenLaunch:
+    """The kernel that sets bits, and its arguments."""
+    (shape, bits), lists, lengths = table, mask.lists, mask.lengths
+    lists = lists if lists.dim() == 4 else lists[None]
+    if lengths is not None and lengths.dim() == 1:
+        lengths = _of_rows(lengths, call, shape) if mask.end_to_end else lengths[:, None, None]
+    if lengths is not None:
+        lengths = lengths.expand(shape[:3])
+    steps = *lists.expand(*shape[:3], -1).stride(), *((0, 0, 0) if lengths is None else lengths.stride())
+    numbers = lists.shape[-1], shape.heads, shape.groups, shape.words, shape.blocks
+    launch = cached_launch(launches, ("key lists", number), lambda: Launch(table_kernel, (shape.lists, 1, 1), (CHUNK,)))
+    return launch, (bits, lists, lengths, *(tuple(map(runtime_int, x)) for x in (steps, numbers)))
+
+
+def _of_rows(lengths: Tensor, call: Call, shape: TableShape) -> Tensor:
+    """Of sequences' lengths those of rows end to end, (1, 1, t_q); of rows after the last sequence any."""
+    if len(lengths) == 1:
+        return lengths[:, None, None]
+    row = torch.arange(shape.groups, device=lengths.device)
+    sequence = torch.bucketize(row, call.layout.cu_seqlens_q[1:], right=True)
+    return lengths[sequence.clamp(max=len(lengths) - 1)][None, None]
+
+
+@triton.jit
+def table_kernel(bits, lists, lengths, steps, numbers, CHUNK: tl.constexpr):
+    """The bits of one list, in zeros."""
+    n, heads, groups, words, blocks = numbers
+    number = tl.program_id(0).to(tl.int64)
+    group = number % plain_int(groups)
+    head = number // plain_int(groups) % plain_int(heads)
+    b = number // plain_int(groups) // plain_int(heads)
+    entries = lists + b * plain_int(steps[0]) + head * plain_int(steps[1]) + group * plain_int(steps[2])
+    length = plain_int(n)
+    if lengths is not None:
+        given = tl.load(lengths + b * plain_int(steps[4]) + head * plain_int(steps[5]) + group * plain_int(steps[6]))
+        length = tl.minimum(given, length).to(tl.int32)
+    row = bits + number * plain_int(words)
+    for start in range(0, length, CHUNK):
+        # [CHUNK]
+        place = start + tl.arange(0, CHUNK)
+        entry = tl.load(entries + place.to(tl.int64) * plain_int(steps[3]), mask=place < length, other=-1)
+        named = (entry >= 0) & (entry < plain_int(blocks))
+        entry = tl.where(named, entry, 0).to(tl.int32)
+        one = tl.full([CHUNK], 1, tl.int32)
+        tl.atomic_or(row + (entry >> 5), one << (entry & 31), mask=named, sem="relaxed")
+
+
+@triton.jit
+def listed(data, b, h, q_idx, kv_idx, off):
+    """Which keys the lists of rows name. Indices beyond the last row or key are read inside of the table."""
+    table = data[0]
+    row = q_idx // plain_int(table.rows)
+    first = (h // plain_int(table.share)).to(tl.int64) * plain_int(table.stride_h)  # of what 32 bits count from
+    if table.end_to_end:
+        row += tl.load(table.starts + b).to(tl.int32)
+    else:
+        first += b * plain_int(table.stride_b).to(tl.int64)
+    there = (row >= 0) & (row < plain_int(table.groups))
+    block = kv_idx // plain_int(table.keys)
+    words = plain_int(table.words)
+    word = tl.minimum(block >> 5, words - 1)
+    bits = tl.load(table.bits + first * words + (tl.where(there, row, 0) * words + word))
+    return there & (((bits >> (block & 31)) & 1) != 0)
+
+
+@triton.jit
+def slots_seen(data, b, h, q_idx, kv_idx, off):
+    """Which of a row's slots the cache has."""
+    place = tl.minimum(kv_idx, plain_int(data[2]) - 1)
+    slot = tl.load(data[0] + b.to(tl.int64) * plain_int(data[1]) + place)
+    return (slot >= 0) & (slot < plain_int(data[3])) & (q_idx == q_idx)

@@ -1,0 +1,68 @@
+"""What GPUs make of lists of keys in each call: tables of bits, whose size bounds what they run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from saccade.call import Call
+from saccade.masks import TILE, Selected
+
+MOST_BYTES = 1 << 32
+"""Of a table: 128 K rows of one head, of as many keys each, take half of it."""
+
+
+class TableShape(NamedTuple):
+    """A bit for each list and each key, or block of keys."""
+
+    batch: int
+    heads: int
+    groups: int
+    """lists of a head; of queries end to end one for each row"""
+    blocks: int
+
+    @property
+    def lists(self) -> int:
+        return self.batch * self.heads * self.groups
+
+    @property
+    def words(self) -> int:
+        """int32 of a list"""
+        return -(-self.blocks // 32)
+
+    @staticmethod
+    def of(mask: Selected, call: Call) -> TableShape:
+        lists, lengths = mask.lists, mask.lengths
+        s_k = call.layout.capacity(call.k.shape[2])
+        batch = lists.shape[0] if lists.dim() == 4 else 1
+        if lengths is not None and lengths.dim() == 1 and lists.dim() == 4:
+            batch = max(batch, lengths.shape[0])
+        return TableShape(batch, *lists.shape[-3:-1], -(-s_k // mask.keys))
+
+
+def _lists(call: Call) -> list[Selected]:
+    leaves = () if call.mask is None or not call.mask.bounds_per_row else call.mask.leaves()
+    return [leaf for leaf in leaves if isinstance(leaf, Selected)]
+
+
+def _bytes(call: Call) -> int:
+    shapes = [TableShape.of(leaf, call) for leaf in _lists(call)]
+    return sum(4 * shape.lists * shape.words for shape in shapes)
+
+
+def explanation(call: Call, backend: str) -> str | None:
+    """One line on how a backend runs the lists of a call, if it has some."""
+    if not (lists := _lists(call)) or backend == "reference":
+        return None
+    made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
+    if call.layout.has_pages:
+        return f"lists of keys: {made}all tiles of keys in use are computed and masked"
+    whole = all(leaf.rows >= TILE and leaf.keys >= TILE for leaf in lists)
+    told = "masked only where a list ends inside" if whole else "masked key by key"
+    return f"lists of keys: {made}tiles of {TILE} rows and {TILE} keys with a listed key are computed, {told}"
+
+
+def refusals(call: Call) -> list[str]:
+    """Why no GPU takes the lists of a mask."""
+    if (size := _bytes(call)) <= MOST_BYTES:
+        return []
+    return [f"makes a table of a bit for each list and key of up to {MOST_BYTES >> 30} GB, not {size / 2**30:.1f}"]

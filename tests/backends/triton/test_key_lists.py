@@ -1,0 +1,130 @@
+"""Lists of keys in the portable kernels: tables of bits, and the tiles that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade import Dense, Packed, Paged, alibi, causal, mask_mod, selected, selected_blocks, window
+from saccade.backends import block_sparsity
+from saccade.backends.device import block_lists
+from saccade.backends.device.key_lists import tabulated
+from saccade.call import Call
+from saccade.masks import EMPTY, FULL, And, Selected
+from saccade.testing.accuracy import check
+from tests.masks.test_selected import lists
+
+B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 66, 70, 16
+
+
+def operands(s_q=S_Q, s_k=S_K, b=B):
+    shapes = (b, H_Q, s_q, D), (b, H_K, s_k, D), (b, H_K, s_k, 24)
+    return [torch.randn(shape) for shape in shapes]
+
+
+MASKS = {
+    "keys": lambda: selected(lists(B, H_K, S_Q, 30)),
+    "shared": lambda: selected(lists(1, 1, S_Q, 30, dtype=torch.int32), torch.randint(0, 31, (1, 1, S_Q))),
+    "by batch row": lambda: selected(lists(1, H_Q, 3, 30), torch.tensor([30, 4], dtype=torch.int32), rows=22),
+    "blocks": lambda: selected_blocks(lists(B, H_K, S_Q, 5, blocks=9), 8),
+    "tiles": lambda: selected_blocks(lists(B, H_Q, 2, 2, blocks=2), rows=64),
+    "wide tiles": lambda: selected_blocks(lists(B, H_Q, 1, 1, blocks=1), 96, rows=96) & causal(),
+    "tiles and window": lambda: selected_blocks(lists(B, H_K, 2, 2, blocks=2), rows=64) & window(30, 9),
+    "predicate": lambda: selected(lists(B, 1, S_Q, 40)) & mask_mod(lambda b, h, i, j: (i + j + h) % 3 > 0),
+    "or": lambda: selected_blocks(lists(B, H_K, S_Q, 2, blocks=18), 4) | window(5, 0),
+    "not": lambda: ~selected(lists(B, H_K, S_Q, 40)) & causal(),
+    "none": lambda: selected(torch.empty(1, 1, S_Q, 0, dtype=torch.int32)),
+    "strides": lambda: selected(lists(B, S_Q, H_K, 60).transpose(1, 2)[..., ::2]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    check(*operands(), mask=MASKS[name](), dlse=torch.randn(B, H_Q, S_Q), backend="triton").assert_ok()
+
+
+def test_padded():
+    layout = Dense("bhsd", torch.tensor([50, S_Q]), torch.tensor([S_K, 33]))
+    mask = selected_blocks(lists(B, H_K, 2, 2, blocks=2), rows=64)
+    check(*operands(), mask=mask, score_mod=alibi(torch.rand(H_Q)), layout=layout, backend="triton").assert_ok()
+
+
+def test_positions():
+    layout = Dense(q_offset=torch.tensor([30, 70]), k_offset=5)
+    check(*operands(), mask=selected(lists(B, 1, S_Q, 50)) & causal(), layout=layout, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_packed(rows):
+    layout = Packed.from_lengths((5, 0, 66, 3), (20, 9, 35, 0))
+    q, k, v = (torch.randn(n, h, D) for n, h in ((74, H_Q), (64, H_K), (64, H_K)))
+    shape = (H_K, 74, 30) if rows == 1 else (4, H_K, -(-66 // rows), 30)
+    mask = selected(lists(*shape, blocks=35), torch.tensor([30, 3, 25, 9]), rows=rows)
+    check(q, k, v, mask=mask, layout=layout, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_paged(rows, end_to_end):
+    size, table = 16, torch.tensor([[4, 0, 6], [7, 2, 1], [3, 5, 8]])
+    used, cache = torch.tensor([40, 13, 48]), [torch.randn(9, size, H_K, D) for _ in range(2)]
+    starts = torch.tensor([0, 3, 4, 8]) if end_to_end else None
+    q = torch.randn(8, H_Q, D) if end_to_end else torch.randn(3, 4, H_Q, D)
+    shape = (H_K, 8, 20) if end_to_end and rows == 1 else (3, H_K, -(-4 // rows), 20)
+    mask = selected(lists(*shape, blocks=48), rows=rows)
+    layout = Paged(table, used, starts)
+    check(q, *cache, mask=mask & causal(), layout=layout, backend="triton").assert_ok()
+
+
+SPARSE = {
+    "tiles": lambda n: selected_blocks(lists(1, 2, 4, n, blocks=5), rows=64),
+    "wide tiles": lambda n: selected_blocks(lists(1, 1, 3, n, blocks=4), 96, rows=80),
+    "blocks": lambda n: selected_blocks(lists(1, 1, 200, n, blocks=5), rows=1),
+    "rows": lambda n: selected(lists(1, 1, 2, 64 * n, blocks=300), rows=128),
+    "keys": lambda n: selected(lists(1, 1, 200, 64 * n, blocks=300)),
+    "two": lambda n: And((selected_blocks(lists(1, 1, 4, n, blocks=5), rows=64), selected(lists(1, 1, 200, 299)))),
+}
+BESIDE = {
+    "alone": None,
+    "causal": causal(),
+    "predicate": mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("n", [0, 2])
+def test_states(n, name, beside):
+    """A tile without a visible key may be partial where another mask hides all that lists name; nothing else is off."""
+    mask = SPARSE[name](n) if BESIDE[beside] is None else SPARSE[name](n) & BESIDE[beside]
+    q, k = torch.empty(1, 2, 200, 1), torch.empty(1, 2, 300, 1)
+    call = Call(q, k, k, mask=mask)
+    found, exact = block_lists.states(tabulated(call, {}), {}), block_sparsity.compute_states(call)
+    assert (found == FULL).equal((exact == FULL) & (found == FULL))
+    assert bool((found != EMPTY)[exact != EMPTY].all())
+    if beside != "predicate":
+        assert found.equal(exact) if beside == "alone" else (found == FULL).equal(exact == FULL)
+
+
+def test_states_of_packed_sequences():
+    layout = Packed.from_lengths((150, 0, 66), (200, 40, 70))
+    q, k = torch.empty(216, 2, 1), torch.empty(310, 2, 1)
+    mask = selected_blocks(lists(3, 2, 3, 2, blocks=4), rows=64)
+    found = block_lists.states(tabulated(Call(q, k, k, mask=mask, layout=layout), {}), {})
+    for number, place in enumerate(layout.places(q, k)):
+        rows, keys = place.rows.stop - place.rows.start, place.keys.stop - place.keys.start
+        one = Call(torch.empty(1, 2, rows, 1), *[torch.empty(1, 2, keys, 1)] * 2, mask=mask.of_batch_row(number))
+        exact = block_sparsity.compute_states(one)
+        first = place.rows.start // 64 + number
+        assert found[:, :, first : first + exact.shape[2], : exact.shape[3]].equal(exact)
+
+
+def test_a_table_has_the_bits_of_what_lists_name():
+    mask = selected(lists(B, H_K, 5, 30, blocks=70), torch.randint(0, 31, (B, H_K, 5)), rows=15)
+    assert isinstance(mask, Selected)
+    call = tabulated(Call(*operands(), mask=mask), {})
+    _, bits = call.mask.table
+    wanted = mask.visible(S_Q, S_K, B)[:, ::15]  # of head 0
+    found = (bits.view(B, 5, -1, 1) >> torch.arange(32)) & 1
+    assert (found.flatten(2)[..., :S_K] != 0).equal(wanted)
+    assert not found.flatten(2)[..., S_K:].any()

@@ -1,0 +1,204 @@
+"""Lists of keys on a GPU: every kernel that looks them up, and CUDA graphs that are replayed with other lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade import Dense, Packed, Paged, alibi, attention, causal, mask_mod, selected, selected_blocks, softcap, window
+from saccade.testing.accuracy import check
+from tests.masks.test_selected import lists
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["gluon", "triton"]
+B, H_Q, H_K, S_Q, S_K = 2, 8, 2, 500, 700
+
+
+def operands(b=B, h_q=H_Q, h_k=H_K, s_q=S_Q, s_k=S_K, d=64, d_v=None, dtype=torch.bfloat16):
+    shapes = (b, h_q, s_q, d), (b, h_k, s_k, d), (b, h_k, s_k, d_v or d)
+    return tuple(torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+
+
+def on(*shape, blocks=S_K, dtype=torch.int32):
+    return lists(*shape, blocks=blocks, device="cuda", dtype=dtype)
+
+
+def lengths(n, *shape, dtype=torch.int32):
+    return torch.randint(0, n + 1, shape, device="cuda", dtype=dtype)
+
+
+MASKS = {
+    "keys": lambda: selected(on(B, H_K, S_Q, 300)),
+    "keys of query heads": lambda: selected(on(1, H_Q, S_Q, 300, dtype=torch.int64), lengths(300, 1, H_Q, S_Q)),
+    "by batch row": lambda: selected(on(1, 1, S_Q, 300), lengths(300, B)),
+    "rows": lambda: selected(on(B, H_K, 13, 300), rows=41),
+    "blocks": lambda: selected_blocks(on(B, H_K, S_Q, 5, blocks=11)),
+    "short blocks": lambda: selected_blocks(on(B, 1, S_Q, 9, blocks=59), 12),
+    "tiles": lambda: selected_blocks(on(B, H_Q, 8, 5, blocks=11), rows=64),
+    "wide tiles": lambda: selected_blocks(on(B, H_Q, 4, 3, blocks=6), 128, lengths(3, B, H_Q, 4), rows=128),
+    "uneven tiles": lambda: selected_blocks(on(B, H_K, 6, 3, blocks=8), 100, rows=96),
+    "causal": lambda: selected(on(B, H_K, S_Q, 300)) & causal(),
+    "tiles and causal": lambda: selected_blocks(on(B, H_Q, 8, 8, blocks=11), rows=64) & causal(),
+    "window": lambda: selected_blocks(on(B, H_K, S_Q, 5, blocks=11)) & window(300, 9),
+    "local part": lambda: (selected_blocks(on(B, H_K, S_Q, 3, blocks=11)) | window(63, 0)) & causal(),
+    "predicate": lambda: selected(on(B, 1, S_Q, 300)) & mask_mod(lambda b, h, i, j: (i + j + h) % 3 > 0),
+    "two": lambda: selected(on(B, 1, S_Q, 500)) & selected_blocks(on(B, H_K, 8, 6, blocks=11), rows=64),
+    "complement": lambda: ~selected(on(B, H_K, S_Q, 300)) & causal(),
+    "none": lambda: selected(torch.empty(1, 1, S_Q, 0, dtype=torch.int32, device="cuda")),
+    "strides": lambda: selected(on(B, S_Q, H_K, 600).transpose(1, 2)[..., ::2]),
+    "shared": lambda: selected(on(1, 1, 1, 90).expand(B, H_Q, S_Q, 90)),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, d, backend):
+    dlse = torch.randn(B, H_Q, S_Q, device="cuda")
+    sink = torch.randn(H_Q, device="cuda")
+    check(*operands(d=d), mask=MASKS[name](), dlse=dlse, sink=sink, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["keys", "blocks", "tiles", "tiles and causal"])
+def test_deterministic(name, backend):
+    check(*operands(d=128), mask=MASKS[name](), deterministic=True, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("d", "d_v"), [(192, 128), (256, 256), (72, 40)])
+def test_head_dims(d, d_v, backend):
+    check(*operands(d=d, d_v=d_v), mask=MASKS["tiles"](), backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_dtypes(dtype):
+    check(*operands(dtype=dtype), mask=MASKS["blocks"]()).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("score", [softcap(9.0), "alibi"], ids=["softcap", "alibi"])
+def test_scores(score, backend):
+    score = alibi(torch.rand(H_Q, device="cuda").requires_grad_()) if score == "alibi" else score
+    for name in ("keys", "tiles"):
+        check(*operands(d=128), mask=MASKS[name](), score_mod=score, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["keys", "tiles", "tiles and causal"])
+def test_padded_and_placed(name, backend):
+    used = torch.tensor([S_Q, 77], device="cuda"), torch.tensor([333, S_K], device="cuda")
+    check(*operands(), mask=MASKS[name](), layout=Dense("bhsd", *used), backend=backend).assert_ok()
+    layout = Dense(q_offset=torch.tensor([200, 900], device="cuda"), k_offset=50)
+    check(*operands(), mask=MASKS[name](), layout=layout, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_packed(rows, backend):
+    layout = Packed.from_lengths((300, 0, 70, 1, 500), (200, 9, 650, 0, 480), device="cuda")
+    t_q, t_k, b = 871, 1339, 5
+    q, k, v = (torch.randn(t, h, 64, device="cuda").bfloat16() for t, h in ((t_q, H_Q), (t_k, H_K), (t_k, H_K)))
+    shape = (H_K, t_q, 200) if rows == 1 else (b, H_K, -(-500 // rows), 200)
+    mask = selected(on(*shape, blocks=650), lengths(200, *shape[:-1]), rows=rows)
+    check(q, k, v, mask=mask & causal(), layout=layout, backend=backend).assert_ok()
+    mask = selected_blocks(on(b, H_Q, 8, 4, blocks=11), lengths=lengths(4, b), rows=64)
+    check(q, k, v, mask=mask, layout=layout, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+@pytest.mark.parametrize(("h_q", "s_q"), [(8, 1), (64, 1), (64, 3)])
+def test_latent_pages(h_q, s_q, size):
+    """576/512 over one key head, by `gluon` where rows are many."""
+    pages, width = 2000 // size, 600 // size
+    cache = torch.randn(pages, size, 1, 576, device="cuda").bfloat16()
+    table = torch.randperm(pages, device="cuda")[: 3 * width].view(3, width).int()
+    layout = Paged(table, torch.tensor([600 // size * size, 77, 300], device="cuda"))
+    q = torch.randn(3, s_q, h_q, 576, device="cuda").bfloat16()
+    check(q, cache, cache[..., :512], mask=selected(on(3, 1, s_q, 128, blocks=600)), layout=layout).assert_ok()
+    check(
+        q, cache, cache[..., :512], mask=selected(on(3, 1, s_q, 128, blocks=600)) & causal(), layout=layout
+    ).assert_ok()
+
+
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
+@pytest.mark.parametrize("s_q", [1, 200])
+def test_pages(s_q, end_to_end):
+    cache = [torch.randn(90, 16, H_K, 128, device="cuda").bfloat16() for _ in range(2)]
+    table = torch.randperm(90, device="cuda")[:90].view(3, 30).int()
+    starts = torch.tensor([0, s_q, s_q, 2 * s_q + 1], device="cuda").int() if end_to_end else None
+    layout = Paged(table, torch.tensor([480, 30, 333], device="cuda"), starts)
+    rows = (2 * s_q + 1,) if end_to_end else (3, s_q)
+    q = torch.randn(*rows, H_Q, 128, device="cuda").bfloat16()
+    shape = (H_K, *rows, 100) if end_to_end else (3, H_K, s_q, 100)
+    check(q, *cache, mask=selected(on(*shape, blocks=480)), layout=layout).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lists_that_are_wrong_only_where_the_host_reads(backend):
+    """A key counts once, however often it is listed, and lengths are clamped."""
+    given = operands(s_q=64)
+    once = torch.arange(30, device="cuda").expand(B, 1, 64, 30).clone()
+    twice = torch.cat([once, once.flip(-1)], -1)
+    wanted = attention(*given, mask=selected(once), backend=backend, return_lse=True)
+    for counts in (None, torch.full((B, 1, 64), 1 << 30, device="cuda")):
+        found = attention(*given, mask=selected(twice, counts), backend=backend, return_lse=True)
+        assert torch.equal(found.out, wanted.out)
+        assert torch.equal(found.lse, wanted.lse)
+    nothing = attention(*given, mask=selected(twice, torch.full((B,), -5, device="cuda")), backend=backend)
+    assert not nothing.any()
+
+
+def test_many_rows():
+    given = operands(1, 2, 1, 70_000, 128, 64)
+    check(*given, mask=selected(on(1, 1, 70_000, 20, blocks=128)), backward=False, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["keys", "tiles"])
+def test_lists_are_read_in_each_call(name, backend):
+    """Also where the host repeats what an earlier call did."""
+    given, mask = operands(), MASKS[name]()
+    for _ in range(4):
+        check(*given, mask=mask, backend=backend).assert_ok()
+        mask.lists.copy_(MASKS[name]().lists)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["keys of query heads", "wide tiles"])
+def test_graphs(name, backend):
+    given, mask = [x.requires_grad_() for x in operands()], MASKS[name]()
+    dout = torch.randn_like(given[0])
+
+    def run():
+        out, lse = attention(*given, mask=mask, backend=backend, return_lse=True)
+        return out, lse, *torch.autograd.grad(out, given, dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(2):
+        other = MASKS[name]()
+        mask.lists.copy_(other.lists)
+        mask.lengths.copy_(other.lengths)
+        graph.replay()
+        out, lse = attention(*given, mask=mask, backend=backend, return_lse=True)
+        torch.testing.assert_close(found[0], out)
+        torch.testing.assert_close(found[1], lse)
+        for x, y in zip(found[2:], torch.autograd.grad(out, given, dout), strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)  # sums of dq have no order
+
+
+def test_compiled():
+    torch.compiler.reset()
+
+    def run(q, k, v, entries):
+        return attention(q, k, v, mask=selected_blocks(entries, rows=64) & causal())
+
+    entries, given = on(B, H_Q, 8, 5, blocks=11), operands()
+    torch.testing.assert_close(torch.compile(run, fullgraph=True)(*given, entries), run(*given, entries))
