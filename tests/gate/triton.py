@@ -11,7 +11,7 @@ from saccade.backends.configs import table
 from saccade.backends.device import descale, distance_tables
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton import launch
+from saccade.backends.triton import launch, listed_kernel
 from saccade.backends.triton.config import config, kernels, key
 from saccade.call.spec import Spec
 from tests.gate import shared, triton_others
@@ -67,6 +67,7 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     of_keys = "key_table", "tile_states", "packed_tile_states"
     yield from (f"triton {name} 16bit d128/128 selected" for name in of_keys)
+    yield from (f"triton listed {size} few grouped" for size in ("16bit d128/128", "16bit d256/256", "32bit d64/64"))
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)
@@ -111,6 +112,8 @@ def compiled(name: str) -> tuple[Any, int]:
     if row.kernel in SHARED:
         return shared.compiled(row.kernel, call), 0
     q, k, v, rows = call.q, call.k, call.v, torch.empty(1, 2, 512)
+    if row.kernel == "listed":
+        return warmed(*listed_kernel.prepared(call, {}, torch.empty_like(q), torch.empty(q.shape[:3]), None)), 0
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {

@@ -450,7 +450,7 @@ def test_lengths_that_do_not_fit():
 def test_duplicates(backend):
     entries = torch.full((B, 1, S_Q, N), -1)  # names that are none may come again
     entries[1, 0, 7, 2], entries[1, 0, 7, 9] = 5, 5
-    with pytest.raises(ValueError, match=r"list \(1, 0, 7\) names key 5 twice"):
+    with pytest.raises(ValueError, match=r"list \(1, 0, 7\) names key 5 twice: entries must differ"):
         attention(*operands(), mask=selected(entries), backend=backend)
     with pytest.raises(ValueError, match="names block 5 twice"):
         attention(*operands(), mask=selected_blocks(entries, 4), backend=backend)

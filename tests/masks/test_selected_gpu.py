@@ -137,17 +137,21 @@ def test_pages(s_q, end_to_end):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lists_that_are_wrong_only_where_the_host_reads(backend):
-    """A key counts once, however often it is listed, and lengths are clamped."""
+    """In tables of bits a key counts once, however often it is listed; lengths are clamped."""
     given = operands(s_q=64)
-    once = torch.arange(30, device="cuda").expand(B, 1, 64, 30).clone()
+    once = torch.arange(30, device="cuda").expand(B, 1, 1, 30).clone()
     twice = torch.cat([once, once.flip(-1)], -1)
-    wanted = attention(*given, mask=selected(once), backend=backend, return_lse=True)
-    for counts in (None, torch.full((B, 1, 64), 1 << 30, device="cuda")):
-        found = attention(*given, mask=selected(twice, counts), backend=backend, return_lse=True)
+    wanted = attention(*given, mask=selected(once, rows=64), backend=backend, return_lse=True)
+    for counts in (None, torch.full((B, 1, 1), 1 << 30, device="cuda")):
+        found = attention(*given, mask=selected(twice, counts, rows=64), backend=backend, return_lse=True)
         assert torch.equal(found.out, wanted.out)
         assert torch.equal(found.lse, wanted.lse)
-    nothing = attention(*given, mask=selected(twice, torch.full((B,), -5, device="cuda")), backend=backend)
-    assert not nothing.any()
+    none, many = (torch.full((B,), n, device="cuda") for n in (-5, 1 << 30))
+    assert not attention(*given, mask=selected(twice, none, rows=64), backend=backend).any()
+    by_row = [on(B, 1, 64, 30), none], [on(B, 1, 64, 30), many]
+    assert not attention(*given, mask=selected(*by_row[0]), backend=backend).any()
+    wanted = attention(*given, mask=selected(by_row[1][0]), backend=backend)
+    assert torch.equal(attention(*given, mask=selected(*by_row[1]), backend=backend), wanted)
 
 
 def test_many_rows():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.call import Call
-from saccade.masks import TILE, Selected
+from saccade.masks import TILE, And, Mask, Selected
 
 MOST_BYTES = 1 << 32
 """Of a table: 128 K rows of one head, of as many keys each, take half of it."""
@@ -39,6 +39,39 @@ class TableShape(NamedTuple):
         return TableShape(batch, *lists.shape[-3:-1], -(-s_k // mask.keys))
 
 
+MOST_ROWS = 128
+"""Rows of a program that gathers the keys of a list, those of all heads that share it."""
+
+
+def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
+    """The list of a mask that has one, and what is beside it by `&`."""
+    mask = call.mask
+    if mask is None or not mask.by_row:
+        return None
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    lists = [part for part in parts if isinstance(part, Selected)]
+    others = tuple([part for part in parts if not isinstance(part, Selected)])
+    if len(lists) != 1:
+        return None
+    return lists[0], None if not others else others[0] if len(others) == 1 else And(others)
+
+
+def listed_heads(lists: Selected, call: Call) -> int:
+    """How many heads have lists, or share one with others, where programs are of key heads at most."""
+    return max(lists.lists.shape[1], call.k.shape[1])
+
+
+def gathers(call: Call) -> bool:
+    """Whether the portable forward gathers keys, list by list: where few rows share a list that names few keys, so that
+    tiles of rows would visit many more."""
+    if (found := one_list(call)) is None or not call.layout.rectangular or not call.q.numel() or not call.k.numel():
+        return False
+    lists, (_, _, s_k, d), d_v = found[0], call.k.shape, call.v.shape[3]
+    rows = lists.rows * (call.q.shape[1] // listed_heads(lists, call))
+    few = rows <= MOST_ROWS and lists.rows < TILE and lists.lists.shape[3] * lists.keys < s_k
+    return few and max(d, d_v) <= 256 and call.dropout is None and call.descale is None
+
+
 def _lists(call: Call) -> list[Selected]:
     leaves = () if call.mask is None or not call.mask.bounds_per_row else call.mask.leaves()
     return [leaf for leaf in leaves if isinstance(leaf, Selected)]
@@ -53,6 +86,8 @@ def explanation(call: Call, backend: str) -> str | None:
     """One line on how a backend runs the lists of a call, if it has some."""
     if not (lists := _lists(call)) or backend == "reference":
         return None
+    if backend == "triton" and gathers(call):
+        return "lists of keys: a program gathers the keys of a list, for the rows and heads that share it"
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"

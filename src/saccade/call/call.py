@@ -145,6 +145,7 @@ class Call:
             key += tuple([(x.dtype, x.shape, x.stride()) for x in tensors])
         if mask is not None and mask.block_sparse:
             key += tuple([abs(n) > scores.LONGEST for n in mask.ints])
+            key += tuple([(x.rows, x.block_size) for x in mask.leaves() if isinstance(x, masks.Selected)])
         if score is not None:
             key += tuple([abs(n) > scores.LONGEST for n in score.ints])
             key += tuple([(x.dtype, x.dim(), _span(x) >> 31, address(x) % ALIGNMENT) for x in score.tensors])

@@ -160,7 +160,7 @@ class Selected(PredicateMask):
         if len(twice):
             at, of = twice[0].tolist(), "key" if self.block_size is None else "block"
             told = f"list {tuple(at[self.end_to_end : -1])} names {of} {int(ordered[tuple(at)])} twice"
-            raise ValueError(f"{self.kind}'s {told}: entries must differ; on a GPU one counts once")
+            raise ValueError(f"{self.kind}'s {told}: entries must differ")
 
     def __repr__(self) -> str:
         words = [str(list(self.lists.shape))]
@@ -211,7 +211,7 @@ def selected(indices: Tensor, lengths: Tensor | None = None, *, rows: int = 1) -
 
     Raises:
         ValueError: tensors of other dtypes or shapes, rows below 1; on a CPU, and by "reference", a list that names a
-            key twice. On GPUs a key counts once, however often it is listed.
+            key twice. On GPUs such a key counts once or as often as it is listed.
         TypeError: indices or lengths that are not tensors, or rows that are not an integer.
 
     >>> print(selected(torch.tensor([[[[0, 2], [1, -1], [2, 9], [3, 0]]]])).draw(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, causal, mask_mod, selected, selected_blocks, window
+from saccade import Dense, Packed, Paged, alibi, causal, explain, mask_mod, selected, selected_blocks, window
 from saccade.backends import block_sparsity
 from saccade.backends.device import block_lists
 from saccade.backends.device.key_lists import tabulated
@@ -128,3 +128,25 @@ def test_a_table_has_the_bits_of_what_lists_name():
     found = (bits.view(B, 5, -1, 1) >> torch.arange(32)) & 1
     assert (found.flatten(2)[..., :S_K] != 0).equal(wanted)
     assert not found.flatten(2)[..., S_K:].any()
+
+
+FEW = {
+    "keys": lambda: selected(lists(B, 2, 9, 20), torch.randint(0, 21, (B, 2, 9))),
+    "shared by heads": lambda: selected(lists(1, 1, 9, 20, dtype=torch.int32), torch.tensor([20, 3])) & window(50, 0),
+    "of query heads": lambda: selected(lists(B, 6, 3, 20), rows=3),
+    "blocks": lambda: selected_blocks(lists(B, 2, 9, 3, blocks=9), 8) & causal(),
+    "long blocks": lambda: selected_blocks(lists(1, 2, 9, 2, blocks=4), 23, rows=1),
+    "predicate": lambda: selected(lists(B, 1, 9, 20)) & mask_mod(lambda b, h, i, j: (i + j + h) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_gathered_keys(name):
+    """What few rows share a list for; a key head has three query heads."""
+    q, k, v = (torch.randn(B, h, s, d) for h, s, d in ((6, 9, D), (2, S_K, D), (2, S_K, 24)))
+    told = explain(q, k, v, mask=FEW[name](), backend="triton")
+    assert told.lists.startswith("lists of keys: a program gathers")
+    keywords = {"sink": torch.randn(6), "score_mod": alibi(torch.rand(6)), "return_max_scores": True}
+    layout = Dense("bhsd", torch.tensor([9, 4]), torch.tensor([S_K, 33]))
+    check(q, k, v, mask=FEW[name](), backend="triton", backward=False, **keywords).assert_ok()
+    check(q, k, v, mask=FEW[name](), backend="triton", backward=False, layout=layout).assert_ok()

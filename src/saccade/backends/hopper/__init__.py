@@ -7,6 +7,7 @@ from dataclasses import replace
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
 from saccade.backends.hopper.forward import config
 from saccade.backends.hopper.latent import limits
+from saccade.backends.key_lists import gathers
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
 from saccade.call.arrivals import Arrivals
@@ -74,6 +75,8 @@ def refusals(call: Call, gradient: bool) -> list[str]:
 def slower_than_next(call: Call) -> str | None:
     """Measured of a bias that no bulk copies bring: 157 against 125 us and 1151 against 930 for d 64, 222 against 256
     and 1656 against 1826 for d 128."""
+    if gathers(call):
+        return "triton gathers the keys of lists for few rows, of which a tile of rows visits many more"
     score, d = call.score, max(call.q.shape[3], call.v.shape[3])
     if d > 64 or not isinstance(score, Traced) or not score.program.own_elements:
         return None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Part, Saved, Support, device, score_workspace
+from saccade.backends.key_lists import gathers
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
@@ -59,6 +60,10 @@ def workspace(spec: Spec) -> str:
 
 
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
+    if gathers(call):
+        from saccade.backends.triton import listed_kernel
+
+        return listed_kernel.forward(call, launches, lse)
     from saccade.backends.device.key_lists import tabulated
 
     call = tabulated(call, launches)
