@@ -243,7 +243,7 @@ def test_packed(backend, rows, heads):
     mask = selected(lists(*shape, blocks=12), lengths, rows=rows)
     out, lse = attention(q, k, v, mask=mask, layout=layout, return_lse=True, backend=backend)
     check(q, k, v, mask=mask, layout=layout, backend=backend).assert_ok()
-    for i, (rows_at, keys_at) in enumerate((p.rows, p.keys) for p in layout.places(q, k)):
+    for i, (rows_at, keys_at) in enumerate((p.rows, p.keys) for p in layout.sequence_slices(q, k)):
         one = [x[at].transpose(0, 1)[None] for x, at in ((q, rows_at), (k, keys_at), (v, keys_at))]
         wanted = gathered(*one, mask.of_rows(rows_at).of_batch_row(i)) if one[0].shape[2] else None
         if wanted is not None:

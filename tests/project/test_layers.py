@@ -33,7 +33,7 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
-SHARED_BY_BACKENDS = "device", "block_sparsity", "configs", "backend_module"
+SHARED_BY_BACKENDS = "device", "block_sparsity", "key_lists", "configs", "backend_module"
 
 # What besides torch and the standard library may be imported, anywhere in a file.
 FOREIGN = {

@@ -36,7 +36,8 @@ class TableShape(NamedTuple):
         batch = lists.shape[0] if lists.dim() == 4 else 1
         if lengths is not None and lengths.dim() == 1 and lists.dim() == 4:
             batch = max(batch, lengths.shape[0])
-        return TableShape(batch, *lists.shape[-3:-1], -(-s_k // mask.keys))
+        heads, groups = lists.shape[-3:-1]
+        return TableShape(batch, heads, groups, -(-s_k // mask.keys))
 
 
 MOST_ROWS = 128
@@ -46,7 +47,7 @@ MOST_ROWS = 128
 def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
     """The list of a mask that has one, and what is beside it by `&`."""
     mask = call.mask
-    if mask is None or not mask.by_row:
+    if mask is None or not mask.bounds_per_row:
         return None
     parts = mask.parts if isinstance(mask, And) else (mask,)
     lists = [part for part in parts if isinstance(part, Selected)]
@@ -92,8 +93,8 @@ def explanation(call: Call, backend: str) -> str | None:
     if call.layout.has_pages:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"
     whole = all(leaf.rows >= TILE and leaf.keys >= TILE for leaf in lists)
-    told = "masked only where a list ends inside" if whole else "masked key by key"
-    return f"lists of keys: {made}tiles of {TILE} rows and {TILE} keys with a listed key are computed, {told}"
+    masked = "masked only where a list ends inside" if whole else "masked key by key"
+    return f"lists of keys: {made}tiles of {TILE} rows and {TILE} keys with a listed key are computed, {masked}"
 
 
 def refusals(call: Call) -> list[str]:

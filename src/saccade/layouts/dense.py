@@ -9,7 +9,7 @@ from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
 from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.validate import rows_error, check_offset, operand_error
+from saccade.layouts.validate import check_offset, operand_error, rows_error
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 from saccade.util.arguments import broadcasts

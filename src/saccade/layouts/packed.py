@@ -21,7 +21,7 @@ from saccade.layouts.offsets import (
     same_vector,
     shortened,
 )
-from saccade.layouts.validate import rows_error, check_offset, operand_error, sequence_mask_error
+from saccade.layouts.validate import check_offset, operand_error, rows_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Selected
 from saccade.scores import Sizes
 from saccade.util import arguments

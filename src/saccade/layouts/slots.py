@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.layouts.offsets import check_offsets, has_values, shortened
 from saccade.layouts.paged import Paged
 from saccade.layouts.validate import cache_error, head_error
-from saccade.masks import Mask, Slots
+from saccade.masks import ListedSlots, Mask
 from saccade.scores import Sizes
 
 
@@ -41,13 +41,12 @@ class SlotRows(Paged):
             ValueError: caches whose pages do not begin at equal multiples of their rows.
         """
         (pages, size), table = k.shape[:2], self.block_table
-        apart = {_rows_apart(x) for x in (k, v)}
-        if len(apart) > 1 or None in apart:
+        step, other = map(_rows_apart, (k, v))
+        if step is None or step != other:
             raise ValueError(
                 "slots need caches (pages, page_size, h, d) whose pages begin at equal multiples of their rows, got "
                 f"strides {k.stride()} and {v.stride()}"
             )
-        (step,) = apart
         count = (pages - 1) * step + size
         if step != size:
             there = (table >= 0) & (table < pages * size)
@@ -59,7 +58,7 @@ class SlotRows(Paged):
             x.as_strided((count, 1, *x.shape[2:]), (row, row, *x.stride()[2:]))
             for x, row in zip((k, v), strides, strict=True)
         ]
-        return layout, rows[0], rows[1], Slots(table, count)
+        return layout, rows[0], rows[1], ListedSlots(table, count)
 
     # Views
 
@@ -93,8 +92,8 @@ class SlotRows(Paged):
         rows = self.sequences
         lead = (rows // self.s_q, self.s_q) if self.s_q else (rows,)
         if len(q) != len(lead) + 2 or tuple(q[:-2]) != lead or not len(k) == len(v) == 4:
-            told = f"{', '.join(map(str, lead))}, h, d"
-            return f"with slots for {lead} rows {name} must be ({told}), and the caches (pages, page_size, h, d)"
+            text = f"{', '.join(map(str, lead))}, h, d"
+            return f"with slots for {lead} rows {name} must be ({text}), and the caches (pages, page_size, h, d)"
         return cache_error(k, v) or head_error(q, k, v, -2)
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:

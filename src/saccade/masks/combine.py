@@ -23,7 +23,7 @@ from saccade.masks.builtin import Documents, Prefix, Window, bound
 from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
-from saccade.masks.selected import Selected, Slots
+from saccade.masks.selected import ListedSlots, Selected
 from saccade.util.compile_constant import compile_constant
 from saccade.util.imports import after_import
 
@@ -220,7 +220,7 @@ KINDS = (
     "causal", "window", "prefix", "prefixes", "interval", "documents", "mask_mod", "selected", "selected_blocks",
     "slots",
 )  # fmt: skip
-_CLASSES = Window, Prefix, KeyInterval, Documents, Selected, Slots
+_CLASSES = Window, Prefix, KeyInterval, Documents, Selected, ListedSlots
 _LEAVES = {identity: leaf for leaf in _CLASSES for identity in leaf.FLAT}
 _IDENTITIES = {*KINDS, *_LEAVES, "mask_tensor"}
 
@@ -277,7 +277,7 @@ def of_batch_row(mask: Mask, b: int) -> Mask:
         match leaf:
             case Prefix(n=Tensor() as n):
                 return Prefix(n[b : b + 1])
-            case KeyInterval() | Selected() | Slots():
+            case KeyInterval() | Selected() | ListedSlots():
                 return leaf.of_batch_row(b)
             case _ if leaf.block_sparse:
                 return OfRow(leaf, b) if "b" in leaf.indices else leaf

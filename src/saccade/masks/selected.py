@@ -77,14 +77,14 @@ class Selected(PredicateMask):
         # What all share is computed for the first.
         batch, head = (i if name in self.indices else i.new_zeros(1) for name, i in (("b", b), ("h", h // share)))
         at = batch if self.lists.shape[0] > 1 else batch * 0, head, group.clamp(max=groups - 1)
-        entries, place = self.lists[at], torch.arange(self.lists.shape[3], device=q_idx.device)
+        entries, index = self.lists[at], torch.arange(self.lists.shape[3], device=q_idx.device)
         named = (entries >= 0) & (entries < blocks) & (group < groups)[..., None]
         if self.lengths is not None:
             of_list = self.lengths[at if self.lengths.dim() > 1 else (batch if len(self.lengths) > 1 else batch * 0)]
-            named = named & (place < of_list[..., None])
-        listed = torch.zeros(*named.shape[:-1], blocks + 1, dtype=torch.bool, device=q_idx.device)
-        listed.scatter_(-1, torch.where(named, entries, blocks).long(), True)  # the last column is for all others
-        return listed[..., 0, :].index_select(-1, kv_idx // self.keys)
+            named = named & (index < of_list[..., None])
+        named_blocks = torch.zeros(*named.shape[:-1], blocks + 1, dtype=torch.bool, device=q_idx.device)
+        named_blocks.scatter_(-1, torch.where(named, entries, blocks).long(), True)  # the last column is for all others
+        return named_blocks[..., 0, :].index_select(-1, kv_idx // self.keys)
 
     def of_batch_row(self, b: int) -> Selected:
         return self.each(lambda x: x[b : b + 1] if x.shape[0] > 1 else x)
@@ -121,8 +121,8 @@ class Selected(PredicateMask):
             fits = not self.end_to_end and shape[2] == groups and (shape[0] == 1 or shape[0] == b)
         if not (fits and (shape[-3] == 1 or shape[-3] == h_k or shape[-3] == h_q)):
             wanted = f"(h, {rows}, n)" if of_rows else f"({b} or 1, h, {groups}, n)"
-            told = f"{wanted} with h {h_q}, {h_k} or 1, a list for each {self.rows} rows of a head"
-            return f"{self.kind}'s indices must be {told}; got {tuple(shape)}"
+            shape_text = f"{wanted} with h {h_q}, {h_k} or 1, a list for each {self.rows} rows of a head"
+            return f"{self.kind}'s indices must be {shape_text}; got {tuple(shape)}"
         lengths = self.lengths
         if lengths is not None and lengths.dim() == 1 and not (lengths.shape[0] == 1 or lengths.shape[0] == b):
             return f"{self.kind}'s lengths must be {tuple(shape[:-1])} or ({b},); got {tuple(lengths.shape)}"
@@ -150,17 +150,17 @@ class Selected(PredicateMask):
             return x[at][:, None]
 
         blocks = -(-by_list(keys) // self.keys)
-        place = torch.arange(n, device=entries.device)
+        index = torch.arange(n, device=entries.device)
         named = (entries >= 0) & (entries < blocks)
         if used is not None:
             of_list = by_list(used) if used.dim() == 1 else used.reshape(*entries.shape[:-1], 1)
-            named = named & (place < of_list)
-        ordered = torch.where(named, entries.long(), -1 - place).sort(-1).values
+            named = named & (index < of_list)
+        ordered = torch.where(named, entries.long(), -1 - index).sort(-1).values
         twice = (ordered[..., 1:] == ordered[..., :-1]).nonzero()
         if len(twice):
             at, of = twice[0].tolist(), "key" if self.block_size is None else "block"
-            told = f"list {tuple(at[self.end_to_end : -1])} names {of} {int(ordered[tuple(at)])} twice"
-            raise ValueError(f"{self.kind}'s {told}: entries must differ")
+            text = f"list {tuple(at[self.end_to_end : -1])} names {of} {int(ordered[tuple(at)])} twice"
+            raise ValueError(f"{self.kind}'s {text}: entries must differ")
 
     def __repr__(self) -> str:
         words = [str(list(self.lists.shape))]
@@ -171,7 +171,7 @@ class Selected(PredicateMask):
 
 
 @dataclass(frozen=True, eq=False)
-class Slots(PredicateMask):
+class ListedSlots(PredicateMask):
     """Row i of sequence b sees its key j where `0 <= table[b, j] < count`: slots that a cache has."""
 
     FLAT: ClassVar = {"slots": {"table": Tensor, "count": int}}
@@ -185,8 +185,8 @@ class Slots(PredicateMask):
         slot = at(self.table, b, kv_idx)
         return (slot >= 0) & (slot < self.count)
 
-    def of_batch_row(self, b: int) -> Slots:
-        return Slots(self.table[b : b + 1], self.count)
+    def of_batch_row(self, b: int) -> ListedSlots:
+        return ListedSlots(self.table[b : b + 1], self.count)
 
     def __repr__(self) -> str:
         return f"slots({list(self.table.shape)})"

@@ -111,7 +111,7 @@ def test_states_of_packed_sequences():
     q, k = torch.empty(216, 2, 1), torch.empty(310, 2, 1)
     mask = selected_blocks(lists(3, 2, 3, 2, blocks=4), rows=64)
     found = block_lists.states(tabulated(Call(q, k, k, mask=mask, layout=layout), {}), {})
-    for number, place in enumerate(layout.places(q, k)):
+    for number, place in enumerate(layout.sequence_slices(q, k)):
         rows, keys = place.rows.stop - place.rows.start, place.keys.stop - place.keys.start
         one = Call(torch.empty(1, 2, rows, 1), *[torch.empty(1, 2, keys, 1)] * 2, mask=mask.of_batch_row(number))
         exact = block_sparsity.compute_states(one)

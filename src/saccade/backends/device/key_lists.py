@@ -104,10 +104,10 @@ def table_launch(
         lengths = _of_rows(lengths, call, shape) if mask.end_to_end else lengths[:, None, None]
     if lengths is not None:
         lengths = lengths.expand(shape[:3])
-    steps = *lists.expand(*shape[:3], -1).stride(), *((0, 0, 0) if lengths is None else lengths.stride())
+    strides = *lists.expand(*shape[:3], -1).stride(), *((0, 0, 0) if lengths is None else lengths.stride())
     numbers = lists.shape[-1], shape.heads, shape.groups, shape.words, shape.blocks
     launch = cached_launch(launches, ("key lists", number), lambda: Launch(table_kernel, (shape.lists, 1, 1), (CHUNK,)))
-    return launch, (bits, lists, lengths, *(tuple(map(runtime_int, x)) for x in (steps, numbers)))
+    return launch, (bits, lists, lengths, *map(runtime_int, (*strides, *numbers)))
 
 
 def _of_rows(lengths: Tensor, call: Call, shape: TableShape) -> Tensor:
@@ -120,33 +120,39 @@ def _of_rows(lengths: Tensor, call: Call, shape: TableShape) -> Tensor:
 
 
 @triton.jit
-def table_kernel(bits, lists, lengths, steps, numbers, CHUNK: tl.constexpr):
+def table_kernel(
+    bits, lists, lengths, stride_b, stride_h, stride_g, stride_n, length_b, length_h, length_g, n, heads, groups, words,
+    blocks, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The bits of one list, in zeros."""
-    n, heads, groups, words, blocks = numbers
     number = tl.program_id(0).to(tl.int64)
     group = number % plain_int(groups)
     head = number // plain_int(groups) % plain_int(heads)
     b = number // plain_int(groups) // plain_int(heads)
-    entries = lists + b * plain_int(steps[0]) + head * plain_int(steps[1]) + group * plain_int(steps[2])
+    entries = lists + b * plain_int(stride_b) + head * plain_int(stride_h) + group * plain_int(stride_g)
     length = plain_int(n)
     if lengths is not None:
-        given = tl.load(lengths + b * plain_int(steps[4]) + head * plain_int(steps[5]) + group * plain_int(steps[6]))
+        given = tl.load(lengths + b * plain_int(length_b) + head * plain_int(length_h) + group * plain_int(length_g))
         length = tl.minimum(given, length).to(tl.int32)
     row = bits + number * plain_int(words)
     for start in range(0, length, CHUNK):
         # [CHUNK]
-        place = start + tl.arange(0, CHUNK)
-        entry = tl.load(entries + place.to(tl.int64) * plain_int(steps[3]), mask=place < length, other=-1)
-        named = (entry >= 0) & (entry < plain_int(blocks))
-        entry = tl.where(named, entry, 0).to(tl.int32)
+        index = start + tl.arange(0, CHUNK)
+        entry = tl.load(entries + index.to(tl.int64) * plain_int(stride_n), mask=index < length, other=-1)
+        valid = (entry >= 0) & (entry < plain_int(blocks))
+        entry = tl.where(valid, entry, 0).to(tl.int32)
         one = tl.full([CHUNK], 1, tl.int32)
-        tl.atomic_or(row + (entry >> 5), one << (entry & 31), mask=named, sem="relaxed")
+        tl.atomic_or(row + (entry >> 5), one << (entry & 31), mask=valid, sem="relaxed")
 
 
 @triton.jit
-def listed(data, b, h, q_idx, kv_idx, off):
+def named(data, b, h, q_idx, kv_idx, off):
     """Which keys the lists of rows name. Indices beyond the last row or key are read inside of the table."""
-    table = data[0]
+    return _named(data[0], b, h, q_idx, kv_idx)
+
+
+@triton.jit
+def _named(table, b, h, q_idx, kv_idx):
     row = q_idx // plain_int(table.rows)
     first = (h // plain_int(table.share)).to(tl.int64) * plain_int(table.stride_h)  # of what 32 bits count from
     if table.end_to_end:
@@ -164,6 +170,6 @@ def listed(data, b, h, q_idx, kv_idx, off):
 @triton.jit
 def slots_seen(data, b, h, q_idx, kv_idx, off):
     """Which of a row's slots the cache has."""
-    place = tl.minimum(kv_idx, plain_int(data[2]) - 1)
-    slot = tl.load(data[0] + b.to(tl.int64) * plain_int(data[1]) + place)
+    index = tl.minimum(kv_idx, plain_int(data[2]) - 1)
+    slot = tl.load(data[0] + b.to(tl.int64) * plain_int(data[1]) + index)
     return (slot >= 0) & (slot < plain_int(data[3])) & (q_idx == q_idx)

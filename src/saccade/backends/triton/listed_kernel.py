@@ -17,7 +17,7 @@ from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, o
 from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax
 from saccade.backends.device.records import TensorArgs, plain_int, runtime_int
-from saccade.backends.device.tiles import head, log_sum, sink_column, store_largest
+from saccade.backends.device.tiles import add_sink, head, log_sum, store_largest
 from saccade.backends.key_lists import listed_heads, one_list
 from saccade.backends.triton.launch import operand
 from saccade.call import Call
@@ -64,7 +64,7 @@ def prepared(call: Call, launches: Launches, out: Tensor, lse: Tensor | None, to
     args = ListArgs(lists, tuple(map(runtime_int, steps)), *map(runtime_int, numbers))
     operands = (operand(call, launches, name) for name in ("q", "k", "v"))
     sink = None if call.sink is None else call.sink.contiguous()
-    records = *positions.spans(call), masks.record(call.replace(mask=others)), scores.record(call)
+    records = *positions.spans(call), masks.device_args(call.replace(mask=others)), scores.device_args(call)
     target, sizes = TensorArgs.of(out), (h_q, s_q, call.k.shape[2], call.scale)
     block_q = max(16, triton.next_power_of_2(share * mask.rows))
 
@@ -105,13 +105,10 @@ def listed_kernel(
     live = there & (q_idx < rows)
     columns = tl.arange(0, shape.BLOCK_D)[None, :]
     # [block_q, d]
-    q_place = head(q, b, h, tl.where(there, q_idx, 0))[:, None] + columns
-    q_tile = tl.load(q_place, mask=live[:, None] & (columns < shape.D), other=0.0)
+    q_pointers = head(q, b, h, tl.where(there, q_idx, 0))[:, None] + columns
+    q_tile = tl.load(q_pointers, mask=live[:, None] & (columns < shape.D), other=0.0)
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
-    if sink is not None and max_scores is None:
-        row_max = sink_column(sink, h, score)
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
 
     of_head = tl.minimum(some, heads - 1).to(tl.int64)  # one for all
@@ -120,8 +117,8 @@ def listed_kernel(
     entries += group.to(tl.int64) * plain_int(steps[2])
     length = plain_int(args.n)
     if lengths is not None:
-        place = b.to(tl.int64) * plain_int(steps[4]) + of_head * plain_int(steps[5])
-        given = tl.load(lengths + place + group.to(tl.int64) * plain_int(steps[6]))
+        offset = b.to(tl.int64) * plain_int(steps[4]) + of_head * plain_int(steps[5])
+        given = tl.load(lengths + offset + group.to(tl.int64) * plain_int(steps[6]))
         length = tl.minimum(given, length).to(tl.int32)
     size = plain_int(args.keys)
     h_k = some * SHARE // shape.GROUP
@@ -131,8 +128,8 @@ def listed_kernel(
     for start in range(0, length * size, shape.BLOCK_K):
         # [block_k]
         number = start + tl.arange(0, shape.BLOCK_K)
-        place = (number // size).to(tl.int64)
-        entry = tl.load(entries + place * plain_int(steps[3]), mask=number < length * size, other=-1)
+        index = (number // size).to(tl.int64)
+        entry = tl.load(entries + index * plain_int(steps[3]), mask=number < length * size, other=-1)
         named = (entry >= 0) & (entry < tl.cdiv(keys, size))
         kv_idx = tl.where(named, entry, 0).to(tl.int32) * size + number % size
         named = named & (kv_idx < keys)
@@ -145,13 +142,14 @@ def listed_kernel(
         v_tile = _gathered(v, v_base, kv_idx, named, shape.D_V, shape.BLOCK_DV)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
 
-    place = (b.to(tl.int64) * h_q + h) * s_q + q_idx
-    acc, row_max, row_sum = store_largest(max_scores, place, there, acc, row_max, row_sum, score, live, sink, h, True)
+    offset = (b.to(tl.int64) * h_q + h) * s_q + q_idx
+    store_largest(max_scores, offset, there, row_max, row_sum, score, live)
+    acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, True)
     seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
     acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
     columns = tl.arange(0, shape.BLOCK_DV)[None, :]
-    out_place = head(out, b, h, tl.where(there, q_idx, 0))[:, None] + columns
-    tl.store(out_place, acc.to(out.ptr.dtype.element_ty), mask=there[:, None] & (columns < shape.D_V))
+    out_pointers = head(out, b, h, tl.where(there, q_idx, 0))[:, None] + columns
+    tl.store(out_pointers, acc.to(out.ptr.dtype.element_ty), mask=there[:, None] & (columns < shape.D_V))
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))
-        tl.store(lse + place, row_lse, mask=there)
+        tl.store(lse + offset, row_lse, mask=there)

@@ -38,7 +38,7 @@ def updated(
     return _written(cache.layer_to_allocator[module.layer_idx], k, v, keywords)
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _written(allocator: Any, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Paged]:
     """Writes one row of each sequence where its block table says; a sequence without keys has no page.
 

@@ -98,7 +98,7 @@ class Tracer(DispatchMode):
         if self.line:
             node.meta["stack_trace"] = self.line
         if isinstance(result, Tensor):
-            result.traced_as = node  # pyright: ignore[reportAttributeAccessIssue]
+            result.traced_as = node
         else:
             for i, x in enumerate(result):
                 self._known(self.graph.call_function(operator.getitem, (node, i)), x)
