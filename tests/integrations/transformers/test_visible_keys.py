@@ -93,7 +93,7 @@ def shown(made, b=2):
 
 @pytest.mark.sample
 @pytest.mark.parametrize("known_by", ["host", "device", "rows"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("region", PLACES)
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_pair(utils, name, padding, region, known_by):
