@@ -17,7 +17,7 @@ RANDOM_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-transformers test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
+.PHONY: help install demo quick test test-transformers test-vllm test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -44,6 +44,10 @@ test-transformers: .venv/dev.stamp .venv/transformers-4 .venv/transformers-5  ##
 	    tests/integrations/transformers $(TEST_ARGS) || exit 1; \
 	done
 
+# Not in CI: minutes, and hundreds of megabytes.
+test-vllm: .venv/dev.stamp .venv/vllm  ## vLLM's engine on a CPU
+	HF_HUB_OFFLINE=1 PYTHONPATH=.venv/vllm $(BIN)/python -m pytest -q -n 0 tests/integrations/vllm $(TEST_ARGS)
+
 # On a GPU: RANDOM_ARGS="--device cuda --processes 16 --seed N".
 random: .venv/dev.stamp  ## random calls of the whole API against float64 for three minutes, of a new seed
 	$(BIN)/python -m tests.random_calls --seconds 180 --seed $$(date +%s) $(RANDOM_ARGS)
@@ -68,6 +72,11 @@ gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile
 
 # Without torch, and beside what is in .venv: the two versions exclude each other.
 .venv/transformers-%: tests/integrations/transformers/requirements-%.txt | .venv/bin/pip
+	$(BIN)/python -m pip install --no-deps --upgrade --target $@ -r $<
+	@touch $@
+
+# A build for CPUs, by others than vLLM's authors, of the PyTorch that constraints.txt pins.
+.venv/vllm: tests/integrations/vllm/requirements.txt | .venv/bin/pip
 	$(BIN)/python -m pip install --no-deps --upgrade --target $@ -r $<
 	@touch $@
 

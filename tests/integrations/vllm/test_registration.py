@@ -4,6 +4,8 @@ against stubs."""
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Mapping
 from importlib import metadata
 
 import pytest
@@ -144,3 +146,16 @@ def test_another_contract_is_refused():
     ):
         engine_layers.refuse_differences("vllm", "vLLM", integration.TESTED, found)
     engine_layers.refuse_differences("vllm", "vLLM", integration.TESTED, [])
+
+
+def test_modules_hold_what_answers_for_its_attributes():
+    """vLLM on a CPU asks all that modules hold for `vars`, and takes a mapping for granted."""
+    held = [(name, x) for name, x in sys.modules.items() if name.startswith("saccade.")]
+    wrong = [
+        f"{name}.{key}"
+        for name, module in held
+        for key, value in vars(module).items()
+        if hasattr(value, "__dict__") and not isinstance(vars(value), Mapping)
+    ]
+    assert held
+    assert not wrong
