@@ -7,7 +7,8 @@ import importlib
 import pytest
 
 PUBLIC = {
-    "saccade": "attention explain causal window prefix documents interval mask_mod block_mask alibi softcap "
+    "saccade": "attention explain causal window prefix documents interval mask_mod block_mask selected "
+    "selected_blocks alibi softcap "
     "relative_bias t5_bias bias temperature compose Dense Packed Paged Descale Partial Scored merge append_kv "
     "quantize Unsupported",
     "saccade.nn": "Attention",
@@ -19,6 +20,7 @@ PUBLIC = {
     "saccade.compat.sdpa": "scaled_dot_product_attention",
     "saccade.compat.flex": "flex_attention create_block_mask",
     "saccade.compat.torch_varlen": "varlen_attn varlen_attn_out AuxRequest",
+    "saccade.compat.flash_mla": "flash_mla_sparse_fwd flash_mla_with_kvcache get_mla_metadata",
     "saccade.compat.install": "install",
     "saccade.compat.cudnn": "",
     "saccade.compat.flash_attn": "flash_attn_func",

@@ -1,0 +1,170 @@
+"""FlashMLA's sparse and dense functions by saccade: the same names, arguments and results, also on CPUs.
+
+    from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
+
+Any number of heads and of listed keys, any head dims that caches have, float16 and float32 besides bfloat16, and 16-bit
+caches in decoding. FP8 caches are refused. Source: https://github.com/deepseek-ai/FlashMLA
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saccade.api import attention
+from saccade.call.partial import Partial, Scored, merge
+from saccade.layouts import Dense, Paged
+from saccade.masks import causal as causal_mask
+from saccade.util import arguments
+from saccade.util.errors import Unsupported
+
+__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[None, None]:
+    """What FlashMLA schedules by, which nothing here needs: (None, None)."""
+    return None, None
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax(sm_scale q kv[indices]^T) kv[indices, :d_v]`: row i sees the rows of kv that its list names.
+
+    Args:
+        q: (s_q, h_q, d).
+        kv: (s_kv, 1, d), whose first d_v columns are the values.
+        indices: (s_q, 1, topk) int32. Entries below 0 or from s_kv on name nothing.
+        sm_scale: factor on the scores.
+        d_v: columns of a value.
+        attn_sink: (h_q,) float32: `out *= exp(lse) / (exp(lse) + exp(attn_sink))`.
+        topk_length: (s_q,) int32: how many entries of each list count; None for all.
+
+    Returns:
+        out (s_q, h_q, d_v); the largest scores, (s_q, h_q) float32, -inf for a row without keys; and the LSE,
+        (s_q, h_q) float32, natural log, without the sink, +inf for a row without keys.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+
+    >>> q, kv, indices = torch.randn(3, 16, 48), torch.randn(20, 1, 48), torch.randint(-1, 20, (3, 1, 8)).int()
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 48**-0.5, d_v=32)
+    >>> out.shape, lse.shape
+    (torch.Size([3, 16, 32]), torch.Size([3, 16]))
+    """
+    arguments.tensors(q=q, kv=kv, indices=indices)
+    if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
+        shapes = f"{tuple(kv.shape)} and {tuple(indices.shape)}"
+        raise ValueError(f"kv must be (s_kv, 1, d), and indices (s_q, 1, topk), got {shapes}")
+    cache = kv[None]
+    layout = Paged(slots=indices[:, 0], seqused_k=_lengths(indices[:, 0], topk_length))
+    found = attention(
+        q, cache, cache[..., :d_v], layout=layout, scale=sm_scale, return_lse=True, return_max_scores=True
+    )
+    assert isinstance(found, Scored)
+    assert found.lse is not None
+    lse = found.lse.T
+    return _beside_sink(found.out, lse, attn_sink), found.max_scores.T, _natural(lse)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decoding over pages of latent rows: of all keys, or of those in the slots that `indices` lists.
+
+    Args:
+        q: (b, s_q, h_q, d).
+        k_cache: (pages, page_size, 1, d), whose first head_dim_v columns are the values.
+        block_table: (b, width): the page table; unused with indices.
+        cache_seqlens: (b,): keys of each sequence; unused with indices.
+        head_dim_v: columns of a value.
+        tile_scheduler_metadata: unused, as num_splits.
+        num_splits: unused.
+        softmax_scale: factor on the scores; 1/sqrt(d) when None.
+        causal: whether the last row stands at the last key, and rows see none behind them; not with indices.
+        is_fp8_kvcache: refused.
+        indices: (b, s_q, topk) int32: slots, page * page_size + row; -1, and whatever the cache has not, names nothing.
+        attn_sink: (h_q,) float32, as in `flash_mla_sparse_fwd`.
+        extra_k_cache: a second cache, whose keys rows see too.
+        extra_indices_in_kvcache: (b, s_q, topk): slots of it.
+        topk_length: (b,): how many of the indices count.
+        extra_topk_length: the same of the second ones.
+
+    Returns:
+        out (b, s_q, h_q, head_dim_v) and the LSE, (b, h_q, s_q) float32, natural log, without the sink, +inf for a row
+        without keys.
+
+    Raises:
+        Unsupported: a cache of 8 bits.
+        ValueError: shapes that do not fit, causal with indices, or a second cache without both.
+    """
+    if is_fp8_kvcache:
+        raise Unsupported("flash_mla_with_kvcache: caches of FP8 records are not supported; pass a 16-bit cache")
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (extra_k_cache is not None and indices is None):
+        raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, and with indices")
+
+    def listed(cache: Tensor, slots: Tensor, length: Tensor | None) -> Partial:
+        layout = Paged(slots=slots, seqused_k=_lengths(slots, length))
+        return attention(q, cache, cache[..., :head_dim_v], layout=layout, scale=softmax_scale, return_lse=True)
+
+    if indices is None:
+        if block_table is None or cache_seqlens is None:
+            raise ValueError("flash_mla_with_kvcache needs block_table and cache_seqlens, or indices")
+        layout, mask = Paged(block_table, cache_seqlens), causal_mask() if causal else None
+        found = attention(
+            q, k_cache, k_cache[..., :head_dim_v], mask=mask, layout=layout, scale=softmax_scale, return_lse=True
+        )
+    elif causal:
+        raise ValueError("indices say which keys a row sees: not with causal=True")
+    else:
+        found = listed(k_cache, indices, topk_length)
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            more = listed(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+            found = merge(found, more, layout=Dense("bshd"))
+    out, lse = found
+    return _beside_sink(out, lse.transpose(1, 2), attn_sink), _natural(lse)
+
+
+def _lengths(slots: Tensor, length: Tensor | None) -> Tensor:
+    """How many slots of each row count."""
+    if length is None:
+        return torch.full(slots.shape[:-1], slots.shape[-1], dtype=torch.int32, device=slots.device)
+    if slots.dim() == 3 and length.dim() == 1:
+        return length[:, None].expand(slots.shape[:-1])
+    return length
+
+
+def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """out (…, h_q, d_v) of a softmax that holds the sink (h_q) too; lse (…, h_q)."""
+    if sink is None:
+        return out
+    share = torch.sigmoid(lse - sink.to(lse.dtype)).masked_fill(lse == -torch.inf, 0)
+    return (out.to(lse.dtype) * share[..., None]).to(out.dtype)
+
+
+def _natural(lse: Tensor) -> Tensor:
+    """FlashMLA's +inf for a row without keys."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)

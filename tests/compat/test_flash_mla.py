@@ -1,0 +1,96 @@
+"""FlashMLA's functions: results by their definitions, with FlashMLA's conventions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from saccade import Unsupported
+from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+D, D_V, H, TOPK = 48, 32, 5, 12
+
+
+def defined(q, rows, slots, scale, sink):
+    """out (rows, h, d_v), largest scores and lse (rows, h), in float64, of rows (n, d) of a cache."""
+    outs, tops, lses = [], [], []
+    for row, named in zip(q.double(), slots.tolist(), strict=True):
+        keys = rows[[n for n in named if 0 <= n < len(rows)]].double()
+        score = row @ keys.T * scale
+        lse = score.logsumexp(-1)
+        p = (score - lse.nan_to_num(neginf=0)[:, None]).exp()
+        share = torch.where(
+            lse == -torch.inf, 0, lse.exp() / (lse.exp() + (0 if sink is None else sink.double().exp()))
+        )
+        outs.append(p @ keys[:, :D_V] * share[:, None])
+        tops.append(score.amax(-1) if len(keys) else torch.full_like(lse, -torch.inf))
+        lses.append(torch.where(lse == -torch.inf, torch.inf, lse))
+    return torch.stack(outs), torch.stack(tops), torch.stack(lses)
+
+
+def drawn(*rows, known):
+    """Slots that differ, and numbers that are none in any place."""
+    slots = torch.rand(*rows, known).argsort(-1)[..., :TOPK]
+    far = torch.tensor([-1, -5, known, (1 << 31) - 1])[torch.randint(0, 4, slots.shape)]
+    return torch.where(torch.rand(slots.shape) < 0.2, far, slots).int()
+
+
+SINKS = {"none": None, "some": torch.randn(H), "ends": torch.tensor([-torch.inf, torch.inf, 0.0, 3.0, -3.0])}
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_sparse_prefill(sink):
+    q, kv, indices = torch.randn(7, H, D), torch.randn(40, 1, D), drawn(7, known=40)
+    length = torch.tensor([12, 0, 5, 1, 12, 3, 7], dtype=torch.int32)
+    cut = torch.where(torch.arange(TOPK) < length[:, None], indices, -1)
+    found = flash_mla_sparse_fwd(q, kv, indices[:, None], 0.2, D_V, SINKS[sink], length)
+    for x, y in zip(found, defined(q, kv[:, 0], cut, 0.2, SINKS[sink]), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
+    assert bool((found[2][1] == torch.inf).all())
+    assert not found[0][1].any()
+
+
+def test_decoding():
+    cache, extra = torch.randn(6, 8, 1, D), torch.randn(3, 4, 1, D)
+    q, scheduled = torch.randn(2, 3, H, D), get_mla_metadata()
+    indices, further = drawn(2, 3, known=48), drawn(2, 3, known=12)
+    sink, length = torch.randn(H), torch.tensor([9, 4], dtype=torch.int32)
+    out, lse = flash_mla_with_kvcache(
+        q, cache, None, None, D_V, *scheduled, indices=indices, attn_sink=sink, topk_length=length,
+        extra_k_cache=extra, extra_indices_in_kvcache=further,
+    )  # fmt: skip
+    cut = torch.where(torch.arange(TOPK) < length[:, None, None], indices, -1).long()
+    cut = torch.where((cut >= 0) & (cut < 48), cut, -1)
+    others = further.long()
+    both = torch.cat([cut, torch.where((others >= 0) & (others < 12), others + 48, -1)], -1).flatten(0, 1)
+    rows = torch.cat([cache.flatten(0, 2), extra.flatten(0, 2)])
+    wanted, _, wanted_lse = defined(q.flatten(0, 1), rows, both, D**-0.5, sink)
+    torch.testing.assert_close(out.flatten(0, 1).double(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.transpose(1, 2).flatten(0, 1).double(), wanted_lse, rtol=1e-4, atol=1e-5)
+
+
+def test_dense_decoding():
+    cache, table, used = torch.randn(6, 8, 1, D), torch.tensor([[4, 0], [2, 5]]), torch.tensor([13, 0])
+    q = torch.randn(2, 2, H, D)
+    out, lse = flash_mla_with_kvcache(q, cache, table, used, D_V, causal=True)
+    slots = torch.full((2, 2, 16), -1)
+    for i in range(2):
+        keys = 13 - 1 + i
+        slots[0, i, :keys] = (table[0].repeat_interleave(8) * 8 + torch.arange(16) % 8)[:keys]
+    wanted, _, wanted_lse = defined(q.flatten(0, 1), cache.flatten(0, 2), slots.flatten(0, 1), D**-0.5, None)
+    torch.testing.assert_close(out.flatten(0, 1).double(), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.transpose(1, 2).flatten(0, 1).double(), wanted_lse, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_calls():
+    q, cache, indices = torch.randn(2, 1, H, D), torch.randn(6, 8, 1, D), torch.zeros(2, 1, 4).int()
+    with pytest.raises(Unsupported, match="FP8"):
+        flash_mla_with_kvcache(q, cache, None, None, D_V, is_fp8_kvcache=True, indices=indices)
+    with pytest.raises(ValueError, match="not with causal=True"):
+        flash_mla_with_kvcache(q, cache, None, None, D_V, causal=True, indices=indices)
+    with pytest.raises(ValueError, match="go together"):
+        flash_mla_with_kvcache(q, cache, None, None, D_V, indices=indices, extra_k_cache=cache)
+    with pytest.raises(ValueError, match="needs block_table and cache_seqlens, or indices"):
+        flash_mla_with_kvcache(q, cache, None, None, D_V)
+    with pytest.raises(ValueError, match=r"kv must be \(s_kv, 1, d\)"):
+        flash_mla_sparse_fwd(q[:, 0], torch.randn(9, 2, D), indices, 1.0)
