@@ -291,3 +291,9 @@ def test_train_long(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "700 rows over 2 ranks" in done.stdout
     assert "2 steps in" in done.stdout
+
+
+def test_a_selection_of_blocks_learns_what_a_window_cannot_see():
+    example = runpy.run_path(str(EXAMPLES / "train_selected.py"))
+    selected, window = (example["train"](name, seed=0, steps=40)[-1] for name in ("selected", "window"))
+    assert selected < 0.6 * window
