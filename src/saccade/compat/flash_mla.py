@@ -126,7 +126,7 @@ def flash_mla_with_kvcache(
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (extra_k_cache is not None and indices is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, and with indices")
 
-    def listed(cache: Tensor, slots: Tensor, length: Tensor | None) -> Partial:
+    def over_slots(cache: Tensor, slots: Tensor, length: Tensor | None) -> Partial:
         layout = Paged(slots=slots, seqused_k=_lengths(slots, length))
         return attention(q, cache, cache[..., :head_dim_v], layout=layout, scale=softmax_scale, return_lse=True)
 
@@ -140,9 +140,9 @@ def flash_mla_with_kvcache(
     elif causal:
         raise ValueError("indices say which keys a row sees: not with causal=True")
     else:
-        found = listed(k_cache, indices, topk_length)
+        found = over_slots(k_cache, indices, topk_length)
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            more = listed(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+            more = over_slots(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
             found = merge(found, more, layout=Dense("bshd"))
     out, lse = found
     return _beside_sink(out, lse.transpose(1, 2), attn_sink), _natural(lse)
