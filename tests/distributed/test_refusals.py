@@ -22,6 +22,7 @@ from saccade import (
     mask_mod,
     prefix,
     relative_bias,
+    selected,
     window,
 )
 from saccade.distributed import plan, pull
@@ -53,6 +54,11 @@ def of(**keywords):
             {"mask": documents(torch.zeros(1, 6).int()) & causal()},
             Unsupported,
             "counts the rows and keys of one",
+        ),
+        (
+            {"mask": selected(torch.zeros(1, 6, 2).int()) & causal()},
+            Unsupported,
+            "lists keys that other ranks may have",
         ),
     ],
 )

@@ -295,6 +295,7 @@ def test_long_lists_and_tiles():
     check(q, k, v, mask=selected_blocks(tiles, rows=64)).assert_ok()
     check(q, k, v, mask=selected_blocks(tiles, rows=64) & causal()).assert_ok()
     check(q, k, v, mask=selected(torch.rand(1, 1, 300, 700).argsort(-1)[..., :40])).assert_ok()
+    check(q, k, v, mask=selected_blocks(tiles, rows=64) | window(20, 0), dropout_p=0.2, sink=torch.randn(2)).assert_ok()
 
 
 # Identities

@@ -67,6 +67,12 @@ def test_deterministic(name, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["keys", "tiles", "tiles and causal"])
+def test_dropout(name, backend):
+    check(*operands(d=64), mask=MASKS[name](), dropout_p=0.3, backend=backend).assert_ok()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("d", "d_v"), [(192, 128), (256, 256), (72, 40)])
 def test_head_dims(d, d_v, backend):
     check(*operands(d=d, d_v=d_v), mask=MASKS["tiles"](), backend=backend).assert_ok()
