@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from saccade import layouts, scores
-from saccade.call.call import Call
+from saccade.call.call import Call, eight_bit_gradients, needs_gradient
 from saccade.call.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.call.dropout import Dropout
-from saccade.call.gradients import eight_bit_gradients, needs_gradient
 from saccade.call.spec import DTYPES
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
 from saccade.util import arguments, memory_layout
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 _BHSD = Dense()
 _LEARNED_SCALE = (

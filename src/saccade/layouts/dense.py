@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.validate import check_offset, operand_error, rows_error
+from saccade.layouts.validate import check_offset, check_vector, operand_error, rows_error, same_vector, shortened
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 from saccade.util.arguments import broadcasts

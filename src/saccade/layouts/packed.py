@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import (
+from saccade.layouts.validate import (
+    check_offset,
     check_offsets,
     check_vector,
     described,
     has_values,
     offsets_of_lengths,
     offsets_of_position_ids,
+    operand_error,
+    rows_error,
     same_vector,
+    sequence_mask_error,
     shortened,
 )
-from saccade.layouts.validate import check_offset, operand_error, rows_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Selected
 from saccade.scores import Sizes
 from saccade.util import arguments

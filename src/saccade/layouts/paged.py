@@ -11,8 +11,18 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import cache_error, check_offset, head_error, rows_error, sequence_mask_error
+from saccade.layouts.validate import (
+    cache_error,
+    check_offset,
+    check_offsets,
+    check_vector,
+    described,
+    has_values,
+    head_error,
+    rows_error,
+    sequence_mask_error,
+    shortened,
+)
 from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
 

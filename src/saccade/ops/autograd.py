@@ -32,7 +32,7 @@ from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, view_layout
 from saccade.ops import execution, replay
 from saccade.ops.replay import CallKey
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):

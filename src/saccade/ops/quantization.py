@@ -12,7 +12,7 @@ from saccade.backends import Quantization, backend_module
 from saccade.call import needs_gradient
 from saccade.call.descale import BLOCK, EIGHT_BITS, WIDER, Descale
 from saccade.layouts import Dense, Layout, Paged
-from saccade.layouts.offsets import check_offsets, shortened
+from saccade.layouts.validate import check_offsets, shortened
 from saccade.ops import autograd, replay
 from saccade.util import arguments, hardware
 

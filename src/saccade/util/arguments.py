@@ -1,4 +1,4 @@
-"""Arguments that are not of the type that they should be: refused by name, before anything is done with them."""
+"""The errors of this package that torch and Python lack."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+
+class Unsupported(NotImplementedError):
+    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
+
+    __module__ = "saccade"  # as users import it
+
+
+# Arguments that are not of the type that they should be: refused by name, before anything is done with them.
+
 
 _USUAL = {bool, type(None)}
 PLAIN = {Tensor, torch.nn.Parameter}

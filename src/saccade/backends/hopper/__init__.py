@@ -116,12 +116,12 @@ def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | 
 
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
-    from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.device import captured_gradients, merge_kernel
     from saccade.backends.device.key_lists import tabulated
     from saccade.backends.hopper.backward import launch as backward_launch
 
     call = tabulated(call, launches)
-    saved = row_totals.divide_gradients(call, launches, saved, fast=True)
+    saved = merge_kernel.divide_gradients(call, launches, saved, fast=True)
     biases = backward_launch.bias_sums_of(call, saved)
     captured = backward_launch.captured_of(call, saved)
     gradients = backward_launch.backward(call, launches, saved, biases, captured)

@@ -7,15 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.descale import factor_at
-from saccade.backends.device.dropout import keep
-from saccade.backends.device.eight_bits import (
+from saccade.backends.device.descale import (
+    factor_at,
     factor_of_block,
     product_scale,
     values,
     wide_queries,
     widened,
 )
+from saccade.backends.device.dropout import keep
 from saccade.backends.device.q_block import (
     add_linear_bias,
     bias_at,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Part
-from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
+from saccade.backends.device import block_d, descale, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import FEW_PARTS, merge_launch
@@ -153,7 +153,7 @@ def asks(call: Call) -> bool:
 def _sliced(call: Call, rows: int, block_k: int) -> TileConfig:
     """Tiles of few rows against 8-bit pages: as many bytes as of 16 bits, which blocks of a Descale hold whole, or half
     of them where even these are too few for all multiprocessors."""
-    block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(call.q.device) else LEAST_ROWS
+    block_q = FEW_ROWS if rows > LEAST_ROWS or not descale.converts(call.q.device) else LEAST_ROWS
     half = block_k // 2
     programs = call.layout.sequences * call.k.shape[1] * (
         call.layout.capacity(call.k.shape[2]) // (half * LEAST_TILES)
@@ -229,7 +229,7 @@ def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ..
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     flags = FLAGS[call.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
-    flags = *flags, FLAGS[eight_bits.converts(q.device)], UNITS[split.slices], FLAGS[isinstance(layout, SlotRows)]
+    flags = *flags, FLAGS[descale.converts(q.device)], UNITS[split.slices], FLAGS[isinstance(layout, SlotRows)]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.device_args(call), scores.device_args(call)
     records = *records, descale.device_args(call)

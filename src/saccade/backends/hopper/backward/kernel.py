@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.hopper.backward.args import BackwardArgs, issue_product, issue_sums, no_sums
 from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
 from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
@@ -29,7 +28,15 @@ from saccade.backends.hopper.backward.pipeline import (
     DSExchange,
     Outbox,
 )
-from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.scores import (
+    BackwardArgs,
+    ScoreTile,
+    bounds_of_rows,
+    issue_product,
+    issue_sums,
+    no_sums,
+    spread,
+)
 from saccade.backends.hopper.backward.tile_scheduler import NUMBERS, has_work, read_record
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.hopper.backward.args import BackwardArgs
 from saccade.backends.hopper.backward.dq import (
     PIECE,
     acquire,
@@ -35,7 +34,7 @@ from saccade.backends.hopper.backward.pipeline import (
     THREADS,
     PDSExchange,
 )
-from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.scores import BackwardArgs, ScoreTile, bounds_of_rows, spread
 from saccade.backends.hopper.backward.tile_scheduler import find_kv_block
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, new_barriers, new_ring

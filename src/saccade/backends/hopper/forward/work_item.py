@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl

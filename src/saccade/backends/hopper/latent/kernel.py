@@ -26,17 +26,18 @@ from saccade.backends.hopper.latent.load import (
     CORE,
     CORE_END,
     FIRST,
+    HALF,
     KEYS,
     NUMBERS,
     PART,
     ROWS_USED,
     TILES,
     WHOLE,
+    Seesaw,
     gathers,
     load,
     row_tile,
 )
-from saccade.backends.hopper.latent.pipeline import HALF, Seesaw
 from saccade.backends.hopper.pipeline import Slots, new_barriers
 from saccade.backends.hopper.ptx import opaque
 from saccade.backends.hopper.shim import Value, aggregate
