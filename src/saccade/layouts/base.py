@@ -20,10 +20,9 @@ from saccade.scores import Sizes
 
 
 def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor of x's shape with last dimension `d`, dense, its dimensions in x's memory order; of x's
-    dtype, or another.
+    """An uninitialised dense tensor of x's shape with last dimension `d`, in x's memory order, of x's or another dtype.
 
-    So a transposed view in gives a transposed view out, as torch's own attention does.
+    A transposed view gives a transposed view, as in torch's attention.
     """
     shape, dtype = [*x.shape[:-1], d], dtype or x.dtype
     if x.is_contiguous():
@@ -34,7 +33,7 @@ def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tens
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """The dimensions, those with the largest strides first, and the last one last."""
+    """The dimensions by decreasing stride, but the last one last."""
     order: list[int] = []
     for dim in range(x.dim() - 1):  # by insertion: torch.compile compares strides that it does not know, and sorts none
         order.insert(len([i for i in order if x.stride(i) >= x.stride(dim)]), dim)
@@ -42,7 +41,7 @@ def _memory_order(x: Tensor) -> list[int]:
 
 
 def ordered_like(x: Tensor, other: Tensor) -> Tensor:
-    """x, dense, with its dimensions in another tensor's memory order."""
+    """x as a dense tensor in another tensor's memory order."""
     return _in_order(x, _memory_order(other))
 
 
@@ -51,15 +50,15 @@ def _in_order(x: Tensor, order: list[int]) -> Tensor:
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """x with a contiguous last dimension: itself, or a copy whose other dimensions keep their memory order."""
+    """x, or a copy in x's memory order if its last dimension is not contiguous."""
     if x.stride(-1) == 1 or x.shape[-1] == 1:
         return x
     return _in_order(x, _memory_order(x))
 
 
 def empty_bytes(x: Tensor, dtype: torch.dtype, keys_first: bool = False) -> Tensor:
-    """Uninitialised 8-bit numbers of the shape of x (b, h, s, d), in x's memory order; or, with `keys_first`, (b, h, d,
-    s) in memory, where rows of s keys begin at multiples of 16 bytes, as TMA reads them."""
+    """Uninitialised 8-bit numbers in the shape of x (b, h, s, d) and its memory order. With `keys_first` they are
+    (b, h, d, s) in memory, and rows of s keys begin at multiples of 16 bytes, as TMA reads them."""
     if keys_first:
         b, h, s, d = x.shape
         return torch.empty((b, h, d, -(-s // 16) * 16), dtype=dtype, device=x.device)[..., :s].transpose(2, 3)
@@ -70,7 +69,7 @@ def empty_bytes(x: Tensor, dtype: torch.dtype, keys_first: bool = False) -> Tens
 
 
 class SequenceSlice(NamedTuple):
-    """Where one sequence is in canonical q and in canonical, gathered k."""
+    """The slices of one sequence in canonical q and in canonical, gathered k."""
 
     number: int
     batch_q: slice
@@ -89,25 +88,25 @@ class Layout:
     """The layout's word in a Spec."""
     order: Any
     cu_seqlens_q: Any
-    """(b + 1): where each sequence of q starts and the last one ends; None where each has a batch row."""
+    """(b + 1): the start of each sequence of q, and the end of the last one; None if each has a batch row."""
     cu_seqlens_k: Any
     starts_k: Any = None
-    """(b): where the keys of each sequence start, of which there are seqused_k; None where cu_seqlens_k says it."""
+    """(b): the first key of each sequence, which has seqused_k keys; None with cu_seqlens_k."""
     seqused_q: Any
-    """(b): how many rows of each sequence are in use, or None for all."""
+    """(b): the number of rows in use of each sequence, or None for all."""
     seqused_k: Any
     q_offset: Any = None
-    """Where query rows stand: see `Dense`."""
+    """Positions of query rows: see `Dense`."""
     k_offset: Any = None
-    """Where keys do."""
+    """Positions of keys."""
     validate: Any = False
     """Whether to read offsets and lengths before each call on a GPU too."""
     num_splits: Any = None
-    """Into how many parts the keys of a sequence are split; None lets the backend choose."""
+    """The number of parts into which the keys of a sequence are split; None lets the backend choose."""
     shared_pages: Any = 0
-    """How many pages all sequences have in common."""
+    """The number of pages that all sequences have in common."""
     slots: Any = None
-    """Which rows of a cache each query row sees; None where pages say it."""
+    """The rows of a cache that each query row sees; None with pages."""
     has_pages: ClassVar[bool] = False
     """Whether k and v are the pages of a cache."""
     rectangular: ClassVar[bool] = False
