@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ArrivalArgs(NamedTuple):
-    """What a kernel reads; packed."""
+    """The arguments of a kernel that waits for keys; packed."""
 
     done: Tensor
     """int32 (1): how many steps of the copies are done"""
@@ -21,7 +21,8 @@ class ArrivalArgs(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Of one call. A backend with `WAITS_FOR_KEYS` waits in its kernel; else all have come before it begins."""
+    """The keys of one call that come while it runs. A backend with `WAITS_FOR_KEYS` waits for them in its kernel.
+    Others begin when all have come."""
 
     args: ArrivalArgs
     come: Callable[[], None]

@@ -63,9 +63,9 @@ class Call:
     max_scores: bool
     """Whether the forward is asked for the largest score of each row."""
     descale: Factors | None
-    """What 8-bit operands stand for; None where k and v have more bits."""
+    """The factors of 8-bit operands; None for wider k and v."""
     first_b: int
-    """What scores and dropout call the first batch row."""
+    """The index of the first batch row, for scores and dropout."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -79,12 +79,12 @@ class Call:
     key: tuple[Hashable, ...]
     """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
     spec: Spec
-    """What of it has a text form."""
+    """The fields that have a text form."""
     latent: bool
     """Whether values are read with the keys of a paged cache."""
     extent: Extent
     positions: Positions | None
-    """Where rows and keys stand, if the caller says so."""
+    """The positions of rows and keys, or None."""
 
     def __init__(
         self,
@@ -309,5 +309,5 @@ def strides(x: Tensor) -> list[int]:
 
 
 def _span(x: Tensor) -> int:
-    """What decides between 32 and 64 bits: elements, and elements of memory from the first to the last."""
+    """Numbers that decide between 32 and 64 bits: elements, and elements of memory from the first to the last."""
     return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)

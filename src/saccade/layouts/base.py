@@ -161,7 +161,7 @@ class Layout:
         return fields
 
     def positions(self, s_q: int) -> Positions | None:
-        """Where rows and keys stand, of s_q rows; None without offsets."""
+        """The positions of s_q rows and of keys; None without offsets."""
         if not self.positioned:
             return None
         return positions_of(self.q_offset, self.k_offset, None if self.cu_seqlens_q is None else s_q)
@@ -172,7 +172,7 @@ class Layout:
         return (None, None) if positions is None else of_sequence(positions, sequence.number, sequence.rows)
 
     def position_error(self, mask: Mask | None, sizes: Sizes, rows: int) -> str | None:
-        """What is wrong with the shapes of offsets, or with a mask beside them; `rows` are those of a batch row, or of
+        """Why the shapes of offsets, or a mask beside them, are wrong, or None; `rows` are those of a batch row, or of
         all sequences end to end."""
         positions = self.positions(rows)
         if positions is None:
@@ -255,15 +255,15 @@ class Layout:
     # Errors: the text, or None
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
-        """What is wrong with the shapes of the user's operands."""
+        """Why the shapes of the user's operands are wrong, or None."""
         raise NotImplementedError
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
-        """What is wrong with a mask for the user's operands, or with the layout's own lengths."""
+        """Why a mask or the layout's lengths do not fit the user's operands, or None."""
         raise NotImplementedError
 
     def out_error(self, out: Any) -> str | None:
-        """What keeps `out` from being a tensor that results can be written to."""
+        """Why results cannot be written to `out`, or None."""
         return None if isinstance(out, Tensor) else f"out must be a tensor, got {type(out).__name__}"
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -326,7 +326,7 @@ class Layout:
         return x
 
     def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
-        """Where each sequence is in canonical q and in gathered k; reads the offsets."""
+        """The slices of each sequence in canonical q and in gathered k. Reads the offsets."""
         whole = slice(0, q.shape[2]), slice(0, k.shape[2])
         batches = (slice(b, b + 1) for b in range(q.shape[0]))
         return [SequenceSlice(b, batch, whole[0], batch, whole[1]) for b, batch in enumerate(batches)]

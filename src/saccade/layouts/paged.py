@@ -180,7 +180,8 @@ class Paged(Layout):
         return x if self.cu_seqlens_q is None else x.squeeze(0)
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
-        """What is wrong with q, (b, s_q, h_q, d) or (t_q, h_q, d), and the caches; `name` is q's in the text."""
+        """Why the shapes of q, (b, s_q, h_q, d) or (t_q, h_q, d), and of the caches are wrong, or None. `name`: q's
+        name."""
         ragged, b = self.cu_seqlens_q is not None, self.sequences
         if len(q) != (3 if ragged else 4) or not len(k) == len(v) == 4:
             shape = "with cu_seqlens_q must be (t, h, d)" if ragged else "must be (b, s, h, d)"
@@ -239,7 +240,7 @@ class Paged(Layout):
         return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(offsets)
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        """With s_q = 0 where the host does not know the rows of the longest sequence."""
+        """The sizes, with s_q = 0 if the host does not know the longest sequence."""
         s_q, offsets = q.shape[1], self.cu_seqlens_q
         if offsets is not None:
             s_q = int(offsets.diff().max()) if self.sequences and self.knows_rows else 0
@@ -303,7 +304,7 @@ class Paged(Layout):
 
 @dataclass(frozen=True, eq=False)
 class CacheSlots:
-    """Where new rows are written: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere.
+    """The slots of new rows: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere.
 
     Raises:
         ValueError: tensors that are not integer ones, or not of one shape.
@@ -329,14 +330,14 @@ class CacheSlots:
         return [x for x in (self.slot_mapping, self.positions) if x is not None]
 
     text = "slots"
-    """In the place of a layout's text."""
+    """Stands for a layout's text."""
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of rows (b, s, h, d) or (t, h, d), or of a cache."""
         return x.transpose(1, 2) if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0)
 
     def shape_error(self, new: torch.Size, k: torch.Size, v: torch.Size, name: str) -> str | None:
-        """What is wrong with the shapes of new rows and of the caches."""
+        """Why the shapes of new rows and of the caches are wrong, or None."""
         if len(new) not in (3, 4) or not len(k) == len(v) == 4:
             return (
                 f"with slot_mapping {name} must be (t, h, d) or (b, s, h, d), and the caches (pages, page_size, h, d)"

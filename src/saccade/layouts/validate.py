@@ -107,14 +107,14 @@ def offsets_of_position_ids(ids: Tensor, max_sequences: int | None) -> Tensor:
 
 
 def operand_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int, s: int) -> str | None:
-    """Of operands whose dimensions h and s are the heads and the rows."""
+    """The error in operands with dimensions h (heads) and s (rows), or None."""
     if k[h] != v[h] or k[s] != v[s]:
         return "k and v must have the same heads and length"
     return head_error(q, k, v, h)
 
 
 def head_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int) -> str | None:
-    """Of heads, which are dimension h, and of head dims."""
+    """The error in heads, which are dimension h, and head dims, or None."""
     if q[-1] != k[-1]:
         return "q and k must have one head dim"
     if q[-1] == 0 or v[-1] == 0:
@@ -125,7 +125,7 @@ def head_error(q: torch.Size, k: torch.Size, v: torch.Size, h: int) -> str | Non
 
 
 def cache_error(k: torch.Size, v: torch.Size) -> str | None:
-    """Of the caches (pages, page_size, h, d)."""
+    """The error in the caches (pages, page_size, h, d), or None."""
     if k[:3] != v[:3]:
         return "both caches must have the same pages, page size and heads"
     if not k[0] or not k[1]:
@@ -143,7 +143,8 @@ def sink_error(sink: Tensor, h_q: int, device: torch.device) -> str | None:
 
 
 def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> str | None:
-    """Of a mask over sequences that do not see one another; `no_documents` says why documents are refused."""
+    """The error in a mask over sequences that do not see one another, or None; `no_documents` says why documents are
+    refused."""
     if isinstance(mask, Blocked):
         return "block_mask is for dense calls alone: pass the mask itself"
     for leaf in mask.leaves() if mask is not None else ():
@@ -163,7 +164,7 @@ def counts_from_first(mask: Mask) -> bool:
 
 
 def rows_error(mask: Mask | None, sizes: Sizes, h_k: int, rows: int, end_to_end: bool = False) -> str | None:
-    """Of intervals and lists that are tensors; `rows` are those of a sequence, or of all sequences end to end."""
+    """The error in intervals and lists that are tensors, or None; `rows`: of a sequence, or of all sequences."""
     if mask is None or not mask.bounds_per_row:
         return None
     for leaf in mask.leaves():
@@ -227,7 +228,8 @@ def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offs
 
 
 def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_end: bool) -> str | None:
-    """What is wrong with the shapes of offsets, for b batch rows of so many rows, or b sequences of so many in all."""
+    """Why the shapes of offsets are wrong, for b batch rows of so many rows or b sequences of so many in all, or
+    None."""
     if isinstance(k, Tensor) and not arguments.is_one_of(k.shape, (b,), (b, 1)):
         return f"k_offset must have shape ({b},), got {tuple(k.shape)}"
     if not isinstance(q, Tensor):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 UNBOUNDED = (1 << 30) - 4
 
 COMBINATIONS: dict[str, Callable[..., Mask]] = {}
-"""What `&`, `|` and `~` make of masks; combine.py fills it."""
+"""The functions of `&`, `|` and `~`; combine.py fills it."""
 
 
 class Mask:
@@ -142,7 +142,7 @@ class Mask:
         return self._combined("|", other)
 
     def _combined(self, sign: str, other: Any) -> Mask:
-        """With a mask, or with what `attention` takes for one. Both signs are commutative."""
+        """The combination with a mask, or with what `attention` takes for one. Both signs are commutative."""
         if other is None:
             return NotImplemented
         other = other if isinstance(other, Mask) else COMBINATIONS["mask"](other)
@@ -205,7 +205,7 @@ class Mask:
         return "\n".join([repr(self), *(" ".join(seen if cell else masked for cell in row) for row in rows)])
 
     def plot(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0, ax: Axes | None = None) -> Axes:
-        """The same picture with matplotlib; returns the axes."""
+        """Matplotlib axes with the same picture."""
         import matplotlib.pyplot as plt
 
         s_q = s_q or self._size() or 64

@@ -89,14 +89,14 @@ def run_directly(call: Call, backend: str, lse: bool, found: CallKey | None = No
 
 
 def replayed(found: CallKey) -> Outputs | None:
-    """What an earlier call of this key did, done again; None where the call takes the long way."""
+    """The results of the replay of an earlier call with this key; None if there is no replay."""
     if found.needs_gradient:
         return autograd.replayed(found)
     return cast("Outputs | None", found.again())
 
 
 def run_by_operator(call: Call, backend: str, lse: bool) -> Outputs:
-    """The same by the dispatcher."""
+    """The same through the dispatcher."""
     out, flat = call.given[3], flatten(call, backend)
     if out is None:
         return operator("forward", flat)(*flat, bool(lse))

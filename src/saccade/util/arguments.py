@@ -139,7 +139,7 @@ def has_dtensor(*xs: Any) -> bool:
 
 
 def describe(x: Any) -> str:
-    """What an error quotes."""
+    """A description of a value for errors."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
@@ -151,7 +151,7 @@ def watched() -> bool:
 
 
 def watched_in_eager() -> bool:
-    """The same where torch.compile is known not to."""
+    """The same where torch.compile is known not to run."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()

@@ -47,7 +47,7 @@ from saccade.backends.device.tiles import head, load_tile, store_tile, tile_rang
 
 @aggregate
 class HeadGradients:
-    """What the dk/dv kernel reads of the query rows of one head."""
+    """The query rows of one head, as the dk/dv kernel reads them."""
 
     q: Any
     dout: Any
@@ -151,7 +151,7 @@ def store_dk(dk, base, start, there, live, value, shape):
 
 @triton.jit
 def store_dv(dv, base, start, there, live, value, dropout, shape, column):
-    """The same for dv, from a first column on, after what dropout divides by."""
+    """The same for dv, from a first column on, after dropout's division."""
     if dropout is not None:
         value *= dropout.factor
     value = tl.where(live[:, None], value, 0.0)

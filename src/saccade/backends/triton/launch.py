@@ -1,4 +1,4 @@
-"""From a Call to launches: records of strides, tile configs, outputs."""
+"""Launches the portable kernels of a Call: strides, tile configs, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -102,7 +102,7 @@ def operand(call: Call, launches: Launches, name: str, x: Tensor | None = None) 
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, **dict.fromkeys(BY_KEYS, dkdv_kernel)}
 RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
-"""The same where sequences may share keys."""
+"""The same for sequences that may share keys."""
 
 
 def _launch(name: str, call: Call, launches: Launches, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:

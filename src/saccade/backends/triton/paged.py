@@ -47,7 +47,8 @@ FULL = 256
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LATENT_TILE = TileConfig(FEW_ROWS, 32, 4, 3)
-"""Where values are read with keys: 36 KB, so that two programs have room. With `num_splits=1` of all as wide keys."""
+"""Bytes of a tile whose values are read with its keys: 36 KB leave room for two programs. With `num_splits=1` for all
+keys of this width."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
 
@@ -92,7 +93,7 @@ def reads_once(call: Call) -> bool:
 
 
 def split_kv(call: Call, processors: int) -> SplitKV:
-    """From shapes alone."""
+    """The split of the keys, from shapes alone."""
     layout, h_k = call.layout, call.k.shape[1]
     b, _, s_q, _ = call.q.shape
     flat, sequences_ = s_q * call.group, layout.sequences
@@ -224,7 +225,7 @@ def _operands(call: Call, launches: Launches) -> tuple[TensorArgs | None, ...]:
 
 
 def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
-    """What the kernel takes after its results; `parted`: these are merged with others."""
+    """The kernel's arguments after its results; `parted`: the results are merged with others."""
     q, k, layout = call.q, call.k, call.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]

@@ -94,7 +94,7 @@ def _launch(name: str, call: Quantization, arguments: tuple[Any, ...]) -> None:
 
 
 class ProgramTile(NamedTuple):
-    """What one program has of a head, and how it is compiled."""
+    """The tile of one program, and how it is compiled."""
 
     rows: int
     """at most a block"""

@@ -209,7 +209,7 @@ TENSOR, HEAD, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class QuantizeShape(NamedTuple):
-    """What a kernel is compiled for; all are constexpr. A program has a tile of ROWS rows of one head, [N, WIDTH]: its
+    """The constexprs of a kernel. A program has a tile of ROWS rows of one head, [N, WIDTH]: its
     CHUNKS of WIDTH columns are one below the other, N = CHUNKS ROWS, in the order of `row_of` and `column_of`."""
 
     D: Any
@@ -381,7 +381,7 @@ def _largest(x):
 
 @triton.jit
 def _largest_of_kept(x):
-    """The same of a tile that is in registers anyway: few hold infinities, and all would pay for the comparisons."""
+    """The same for a tile in registers. Few tiles hold infinities, and comparisons would cost all of them."""
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
     if not (largest < INFINITY):
         largest = _largest(x)
@@ -490,7 +490,7 @@ def _store_shift(shift, x, mean, at, sizes, shape):
 
 @triton.jit
 def _entry(at, sizes, shape):
-    """Where the factor of a head, or of everything, is."""
+    """The index of the factor of a head, or of everything."""
     if shape.PER == TENSOR:
         return at.number.to(tl.int64) * 0
     return at.sequence.to(tl.int64) * (plain_int(sizes.heads) // shape.GROUP) + at.key_head

@@ -55,7 +55,7 @@ from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, log2, product_
 
 @aggregate
 class SoftmaxState:
-    """What the online softmax carries from tile to tile."""
+    """The state of the online softmax between tiles."""
 
     acc: Value
     """DV_PARTS of [64, columns]: p v of all tiles but the last"""
@@ -321,7 +321,7 @@ def tiles_in_reach(args, pipe, rows, item):
 
 @gluon.jit
 def bias_of_tile(args, pipe, rows, item, tile):
-    """What is added to all scores of a tile beyond the reach."""
+    """The number added to all scores of a tile beyond the reach."""
     h = item.h_k * args.group + item.in_group
     key = gl.maximum(tile, 0) * pipe.shape.BLOCK_K
     return rows.rule.score.bias(rows.rule.score.data, rows.b, h, item.row, key)
@@ -460,7 +460,7 @@ class ForwardShape(NamedTuple):
 
 @aggregate
 class ForwardArgs:
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q_desc: Value
     k_desc: Value

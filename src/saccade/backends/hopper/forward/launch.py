@@ -1,4 +1,4 @@
-"""From a Call to launches: descriptors of bulk copies, the order of work, outputs."""
+"""Launches the forward of a Call: TMA descriptors, the order of work, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -42,11 +42,11 @@ from saccade.call.arrivals import Arrivals
 from saccade.layouts import Packed, Paged, empty_like_rows
 
 STRIPE_BYTES = 128
-"""Of the columns of a swizzled tile in shared memory those that lie side by side."""
+"""Bytes of adjacent columns in a swizzled tile of shared memory."""
 PACK_GQA_GAIN = 1.1
 """Heads share a tile where that takes so many times fewer tiles."""
 PACKED_GAIN = 1.02
-"""The same of packed sequences, whose lengths are not known here: each has half a tile that is empty."""
+"""The same for packed sequences of unknown lengths; half of a tile is empty in the mean."""
 SHORT_GAIN = 1.1
 """Two consumers work where a program has so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at 1.125
 0.93 to 1.01 (notes/gluon.md)."""
@@ -105,7 +105,8 @@ def forward(
 
 
 def captured_rows(call: Call) -> CapturedTile | None:
-    """What score functions take tiles of, where a consumer's rows are one head's; beside 8-bit operands nothing."""
+    """The captured tensor of which score functions take tiles, or None. A consumer's rows must be one head's, and
+    operands 16-bit."""
     if call.descale is not None or rows_of_a_consumer(call, CAPTURED_CONSUMERS) != 64:
         return None
     return captured_tile(call)
@@ -166,7 +167,7 @@ def arguments(
     captured: CapturedTile | None = None,
     arrivals: Arrivals | None = None,
 ) -> tuple[Any, ...]:
-    """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
+    """The kernel's arguments between the descriptors and the numbers. Packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
     sink = None if call.sink is None else call.sink.contiguous()
     keeps_tail = call.keeps_tail and out is call.out
