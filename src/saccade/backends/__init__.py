@@ -45,7 +45,7 @@ class Support:
     wider: tuple[tuple[str, int, int], ...] = ()
     """A word of a Spec, and the d and d_v up to which head dims go with it."""
     multiple_of: int = 1
-    """A predicate of head dims."""
+    """Head dims are multiples of it."""
     needs: tuple[str, ...] = ()
     """Flags that have to be set."""
     needs_with: tuple[tuple[str, str], ...] = ()

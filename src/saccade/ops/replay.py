@@ -95,7 +95,7 @@ class CallKey(NamedTuple):
     """what an earlier call left, or None"""
     needs_gradient: bool = False
     dropout_p: float = 0.0
-    """The key with a new state of dropout as the last operand, if there is dropout."""
+    """The p of dropout. Each call draws a state, which becomes its last operand."""
 
     def again(self) -> Sequence[Tensor | None] | None:
         """The results of a call without gradients, or None where it takes the long way."""

@@ -47,7 +47,7 @@ FULL = 256
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LATENT_TILE = TileConfig(FEW_ROWS, 32, 4, 3)
-"""Bytes of a tile whose values are read with its keys: 36 KB leave room for two programs. With `num_splits=1` for all
+"""The tile of values that are read with keys: its 36 KB leave room for two programs. With `num_splits=1` for all
 keys of this width."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""

@@ -111,7 +111,7 @@ def output(part, weight, args, live):
 
 @gluon.jit
 def normalize(row_max, row_sum, rows, args, live, part=None):
-    """The factor of acc, lse and max_scores [64], from the sums [64, 8] of each thread."""
+    """The factor by which acc becomes out, lse, and max_scores, [64] each, from the sums [64, 8] of each thread."""
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     return weights_of_rows(row_max, total, rows, args.sink, live, part)
 
