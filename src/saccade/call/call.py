@@ -311,3 +311,27 @@ def strides(x: Tensor) -> list[int]:
 def _span(x: Tensor) -> int:
     """Numbers that decide between 32 and 64 bits: elements, and elements of memory from the first to the last."""
     return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)
+
+
+# Keys and values that come while a call runs, in the order in which kernels take them: sequences with most keys first,
+# and of each one key head after the other.
+
+
+class ArrivalArgs(NamedTuple):
+    """The arguments of a kernel that waits for keys; packed."""
+
+    done: Tensor
+    """int32 (1): how many steps of the copies are done"""
+    steps: Tensor
+    """int32 (sequences + 1, h_k): how many bring all keys of a head of a sequence that come"""
+    coming: Tensor
+    """int32 (sequences + 1): how many keys of a sequence come, its first ones"""
+
+
+class Arrivals(NamedTuple):
+    """The keys of one call that come while it runs. A backend with `WAITS_FOR_KEYS` waits for them in its kernel.
+    Others begin when all have come."""
+
+    args: ArrivalArgs
+    come: Callable[[], None]
+    """The current stream waits for all."""

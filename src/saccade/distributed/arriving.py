@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade import ops
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
-from saccade.call.arrivals import ArrivalArgs, Arrivals
+from saccade.call.call import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
 from saccade.distributed.groups import cached_method

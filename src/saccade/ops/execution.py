@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.backends import Outputs, Saved
 from saccade.call import Call, unflatten
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.call.descale import EIGHT_BITS
 from saccade.masks import MaskMod, Selected
 from saccade.ops import dispatch, replay, shared_pages

@@ -10,7 +10,7 @@ from saccade.backends.hopper.latent import limits
 from saccade.backends.key_lists import gathers
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 from saccade.masks import KINDS as MASKS
 from saccade.scores import Traced

@@ -38,7 +38,7 @@ from saccade.backends.hopper.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.hopper.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, counter, shape_of
 from saccade.call import Call, aligned
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.layouts import Packed, Paged, empty_like_rows
 
 STRIPE_BYTES = 128
