@@ -95,7 +95,7 @@ def by_length(rank, used_k, pages, N: tl.constexpr, BITS: tl.constexpr):
 # program has to know of all sequences it reads at once, N of them: after a loop or a branch Triton 3.9 forgets which
 # addresses are aligned, and fetches nothing ahead.
 #
-# Few rows against 8-bit pages have tiles of another form: `paged_slices.py`.
+# Few rows against 8-bit pages have tiles of another form: `paged_tiles.py`.
 
 
 class SplitArgs(NamedTuple):
