@@ -157,9 +157,8 @@ def row_totals_kernel(
 # Gradients of rows whose scores are so large that log(total) is lost in their LSE, for backends that have kernels.
 #
 # Where all that a row sees scores -1e9, its weights are 1 / n, and its LSE is -1e9 too: exp(score - lse) is 1.
-# Gradients
-# are linear in a row's p, dout and dlse together, so what p lacks is a factor of dout and dlse, and no kernel of a
-# backward has to know.
+# Gradients are linear in a row's p, dout and dlse together, so what p lacks is a factor of dout and dlse, and no kernel
+# of a backward has to know.
 
 
 def divide_gradients(call: Call, launches: Launches, saved: Saved, fast: bool = False) -> Saved:

@@ -295,9 +295,8 @@ def dq_kernel(
 # dK and dV where sequences may share keys: a program owns a block of all keys, and sums over all that read it.
 #
 # It takes the sequences in their order, so the sums are the same bits in every run, and no memory holds what one
-# sequence
-# adds: its size would depend on how far ranges overlap, which only the device knows. There are as many programs as for
-# one sequence of all keys.
+# sequence adds: its size would depend on how far ranges overlap, which only the device knows. There are as many
+# programs as for one sequence of all keys.
 
 
 CHUNK = tl.constexpr(128)

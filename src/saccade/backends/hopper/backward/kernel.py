@@ -384,13 +384,12 @@ def store(consumer, desc, x, tiles, slot, sums, factor, block):
 
 # The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
 #
-# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk
-# and dv
-# stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
+# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and
+# dv stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
 # everything transposed so that p and ds are left operands without a detour. dq needs the ds of both consumers, which
 # therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds
-# that
-# half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
+# that half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no
+# addition.
 #
 # Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
 # the last one is in use, and the next q and dout while the last dk and dv leave.

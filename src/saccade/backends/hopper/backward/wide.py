@@ -328,10 +328,9 @@ def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constex
 # second consumer    dp = v dout^T  ds = p (dp - delta)   dk += ds q       the other half
 #
 # p and ds are left operands straight from registers, as in the narrow kernel. p goes from the first to the second
-# through
-# shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. That is all
-# that they say to one another. Both halves of dq are added to global memory from registers: shared memory has no room
-# for them beside two stages of q and of dout.
+# through shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. That
+# is all that they say to one another. Both halves of dq are added to global memory from registers: shared memory has no
+# room for them beside two stages of q and of dout.
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])

@@ -414,15 +414,13 @@ def consume(c: gl.constexpr, args, pipe):
 # The Hopper forward: one warp loads, two or three groups of four warps each take 64 query rows, and nobody waits.
 #
 # A persistent grid draws work from a counter. One work item is the query rows of all consumers of one head; its keys
-# come
-# in tiles, from the last to the first, which all consumers share. A consumer issues `q k^T` of tile j and then `p v` of
-# tile j + 1, and takes the softmax of tile j while the second product runs. The schedule is FlashAttention-3's (Shah et
-# al., 2024, https://arxiv.org/abs/2407.08608) without its turns where they do not pay; notes/gluon.md has what
+# come in tiles, from the last to the first, which all consumers share. A consumer issues `q k^T` of tile j and then `p
+# v` of tile j + 1, and takes the softmax of tile j while the second product runs. The schedule is FlashAttention-3's
+# (Shah et al., 2024, https://arxiv.org/abs/2407.08608) without its turns where they do not pay; notes/gluon.md has what
 # each choice was worth.
 #
 # d is cut in chunks, the last one narrower; `p v` is one tile of BLOCK_DV columns. Bulk copies fill what lies beyond
-# the
-# tensors with zeros, and do not write there.
+# the tensors with zeros, and do not write there.
 
 
 RAW = gl.constexpr(2)
