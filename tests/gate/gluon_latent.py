@@ -13,7 +13,7 @@ from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import launch
 from saccade.call import Call
 from saccade.layouts import Paged, SlotRows
-from saccade.masks import Slots, causal, mask_mod
+from saccade.masks import ListedSlots, causal, mask_mod
 from tests.gate.rows import GateRow, warmed
 
 SPILL = 96
@@ -48,7 +48,7 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     if row.words[0] == "slots":
         size, slots = 1, torch.zeros(4, 512, dtype=torch.int32)
-        s_q, mask, layout = 1, Slots(slots, 256), SlotRows(slots, slots[:, 0])
+        s_q, mask, layout = 1, ListedSlots(slots, 256), SlotRows(slots, slots[:, 0])
         q, cache = q[:, :, :1], cache[:, :, :1]
     call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
     cut = launch.Cut.of(call, 132)
