@@ -21,8 +21,7 @@ from benchmarks.harness.providers import PROVIDERS, Provider, matching
 from benchmarks.harness.rows import BenchRow
 from benchmarks.harness.run import Bench, DeviceLost, run
 from saccade.cli.console import print_whole, some_name, split_names
-from saccade.testing.machine import described
-from saccade.testing.timing import Clock
+from saccade.testing.timing import Clock, described
 
 
 def bench(

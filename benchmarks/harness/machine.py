@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from saccade.testing.machine import device_name
+from saccade.testing.timing import device_name
 from saccade.util import hardware
 
 

@@ -23,8 +23,7 @@ from benchmarks.harness.rows import BenchRow, empty_row, with_ratios
 from benchmarks.harness.verify import BytesVerifier, Verifier
 from saccade.api import explain
 from saccade.testing.cases import Case, Inputs
-from saccade.testing.machine import described
-from saccade.testing.timing import Clock, measure
+from saccade.testing.timing import Clock, described, measure
 
 Tell = Callable[[str], None]
 

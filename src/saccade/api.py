@@ -1,4 +1,4 @@
-"""The one call."""
+"""The public functions `attention` and `explain`."""
 
 from __future__ import annotations
 
@@ -95,53 +95,57 @@ def attention(
     multiple of `h_k` (GQA, MQA): query head i reads key head `i // (h_q // h_k)`.
 
     Args:
-        q: (b, h_q, s_q, d) in the order that `layout` says, or packed (t_q, h_q, d); float16, bfloat16, float32, or
-            float64 on the CPU; float8_e4m3fn or float8_e5m2, as k and v then are. Any strides. Or all three
-            DTensors, sharded alike along batch rows or heads, or replicated; results are DTensors too.
-        k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d); dtype and device of q, or 8 bits.
+        q: (b, h_q, s_q, d) in the order of `layout`, or packed (t_q, h_q, d). The dtype is float16, bfloat16, float32,
+            float64 (CPU only), or float8_e4m3fn or float8_e5m2, and then k and v have it too. Any strides. q, k and v
+            may be DTensors that are sharded alike along batch rows or heads, or replicated. The results are DTensors
+            then.
+        k: (b, h_k, s_k, d), or a cache of pages (pages, page_size, h_k, d). It has q's device, and q's dtype or 8 bits.
         v: (b, h_k, s_k, d_v); d_v may differ from d.
-        mask: who may attend to whom: `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)`, and any
-            predicate by `mask_mod(fn)`, combined with `&`, `|` and `~`; a bool tensor that broadcasts to
-            (b, h_q, s_q, s_k), True where a query sees a key; or torch's BlockMask. None: everyone to everyone.
-        score_mod: how a scaled score changes: any function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch
-            operations, with the tensors and numbers that it captures, or a ready one, e.g. `softcap(50.0)`. A call
-            has what the function would compute at that call; captured tensors get gradients, and new values never
-            recompile. See `ScoreMod`.
-        layout: `Dense("bhsd")`, "bshd" or "sbhd", with used lengths for padded batches; `Packed(…)` for sequences of
-            different lengths, end to end; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged)
-            tensors are packed sequences that need no layout but their order; out is nested as well.
-        scale: factor on q k^T; 1/sqrt(d) when None. A number, finite as a float32; a tensor of one, as long as it
-            needs no gradient.
-        sink: (h_q) logits, any float dtype, one more column of the softmax whose value is zero; neither scaled nor
-            modified. It gets a gradient. The LSE includes it.
-        dropout_p: the share of probabilities that become zero, in [0, 1); the others are divided by `1 - dropout_p`.
-            Drawn anew in each call, by torch's generator of q's device; the LSE is that of all of them. A new value
-            never recompiles.
-        return_lse: return a `Partial(out, lse)` instead of out alone.
-        return_max_scores: return a `Scored(out, lse, max_scores)`, with the largest score that each row sees, after
-            scale and score_mod; for trainers that watch or clip it.
-        deterministic: gradients bitwise equal from run to run; None follows
-            `torch.are_deterministic_algorithms_enabled()`. The forward always is.
-        backend: "auto", or one name out of `saccade.ops.dispatch.NAMES`: that backend runs or raises.
-        out: a tensor of the result's shape and dtype that it is written to, and that is returned; its last dimension
-            is contiguous, and it shares no memory with what the call reads; slices of one tensor that lie between one
-            another do not. Over pages, rows after the last sequence of `cu_seqlens_q` stay as they are. For calls
-            without gradients.
-        descale: what 8-bit k and v, and 8-bit q, stand for: see `Descale`, which also says what has gradients then.
-        context: q, k and v are one rank's rows of sequences that many ranks share: see `saccade.distributed.plan`.
+        mask: which keys a query sees. `causal()`, `window(left, right)`, `prefix(n)`, `documents(ids)` and predicates,
+            `mask_mod(fn)`, combine with `&`, `|` and `~`. It may also be a bool tensor that broadcasts to
+            (b, h_q, s_q, s_k), True where a query sees a key, or torch's BlockMask. With None all see all.
+        score_mod: a function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch operations that changes a
+            scaled
+            score, or a ready one such as `softcap(50.0)`. It may capture tensors, which get gradients, and numbers.
+            Each call computes what the function would compute in that call. New values never recompile. See
+            `ScoreMod`.
+        layout: `Dense("bhsd")`, "bshd" or "sbhd", with lengths for padded batches; `Packed(…)` for sequences end to
+            end;
+            `Paged(…)` for keys and values in the pages of a cache. Nested (jagged) tensors are packed sequences. They
+            need no layout except their order, and out is nested too.
+        scale: factor on q k^T; 1/sqrt(d) when None. A finite float32 number, or a tensor of one number that needs no
+            gradient.
+        sink: (h_q) logits of any float dtype. Each is one more column of the softmax, with a value of zero. It is
+            neither scaled nor modified. It gets a gradient, and the LSE includes it.
+        dropout_p: the probability, in [0, 1), with which a weight becomes zero. The others are divided by
+            `1 - dropout_p`. Each call draws anew from torch's generator of q's device. The LSE is unaffected. A new
+            value never recompiles.
+        return_lse: returns a `Partial(out, lse)` instead of out alone.
+        return_max_scores: returns a `Scored(out, lse, max_scores)`, with the largest score that each row sees, after
+            scale and score_mod.
+        deterministic: makes gradients bitwise equal from run to run. None follows
+            `torch.are_deterministic_algorithms_enabled()`. The forward is always deterministic.
+        backend: "auto", or a name out of `saccade.ops.dispatch.NAMES`. A named backend runs the call or raises.
+        out: a tensor of the result's shape and dtype. The result is written to it, and it is returned. Its last
+            dimension is contiguous. It shares no memory with an input; interleaved slices of one tensor share none.
+            Over pages, rows after the last sequence of `cu_seqlens_q` keep their values. Only for calls without
+            gradients.
+        descale: the factors of 8-bit q, k and v. See `Descale`, which also says which gradients there are.
+        context: the plan of sequences that many ranks share; q, k and v are this rank's rows. See
+            `saccade.distributed.plan`.
 
     Returns:
-        out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order; of 8-bit q in bfloat16, or in the dtype of
-        `out`, which may be float16. With `return_lse`, a Partial whose lse is
-        (b, h_q, s_q) whatever the order, or packed (h_q, t_q): natural log, float32 (float64 for float64 inputs),
-        differentiable. A row that sees no key has `out = 0`, `lse = -inf` (or its sink) and zero gradients. With
-        `return_max_scores`, a Scored, whose max_scores have the form of lse and no gradient.
+        out, (b, h_q, s_q, d_v) in q's layout, dtype and memory order. For 8-bit q it is bfloat16, or has the dtype of
+        the argument `out`. With `return_lse`, a Partial. Its lse is (b, h_q, s_q) for every order, or packed
+        (h_q, t_q), in natural log, float32 (float64 for float64 inputs), and differentiable. A row that sees no key
+        has `out = 0`, `lse = -inf` (or its sink) and zero gradients. With `return_max_scores`, a Scored. Its
+        max_scores have the shape of lse and no gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit one another; the message quotes them.
-        TypeError: an argument that is not the record it should be.
-        Unsupported: no backend runs the call, with one line of reason for each; see `explain`. Or a second derivative,
-            or one in forward mode, of another backend than "reference".
+        ValueError: shapes, dtypes or devices do not match. The message quotes them.
+        TypeError: an argument has the wrong type.
+        Unsupported: no backend runs the call. The message has a reason per backend, as `explain` has. Also for second
+            derivatives and forward mode, which only "reference" has.
 
     Sources: Dao et al., FlashAttention (arXiv 2205.14135) and FlashAttention-2 (arXiv 2307.08691); sinks: Xiao et al.,
     arXiv 2309.17453.
@@ -212,14 +216,14 @@ def _returned(
 
 
 def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> Explanation:
-    """Which backend runs a call, and one line of reason for each that does not.
+    """An Explanation: the backend that runs a call, and why the others do not.
 
     Args:
-        q: the first of `attention`'s arguments, followed by the others; or a Spec's text alone, such as
-            "bf16 d128 aligned sm90", which is `aligned` where rows start at multiples of 16 bytes.
+        q: the arguments of `attention`, of which this is the first; or the text of a Spec, such as
+            "bf16 d128 aligned sm90". `aligned` means that rows start at multiples of 16 bytes.
 
     Raises:
-        ValueError: arguments that `attention` would refuse, or text that is not a Spec.
+        ValueError: `attention` would refuse the arguments, or the text is not a Spec.
 
     >>> print(explain("fp32 d64 causal cpu"))
     fp32 d64 dense causal cpu
@@ -234,7 +238,7 @@ def explain(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: 
 
 
 def plan(q: Tensor | str, *operands: Any, backend: str = "auto", **keywords: Any) -> dispatch.Plan:
-    """`explain(…).plan`, which takes its place: this name goes with the next version."""
+    """`explain(…).plan`. Deprecated: the next version removes this name."""
     warnings.warn("saccade.plan(…) is explain(…).plan now, and goes with the next version", DeprecationWarning, 2)
     return explain(q, *operands, backend=backend, **keywords).plan
 
@@ -243,7 +247,7 @@ _SIGNATURE = inspect.signature(attention)
 
 
 def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords: dict[str, Any]) -> Spec | Call:
-    """The call of these arguments of `attention`, or of a Spec's text, to plan."""
+    """The Spec of a text, or the checked Call of `attention`'s arguments."""
     if isinstance(q, str):
         if operands or keywords:
             got = ", ".join([*map(arguments.describe, operands), *(f"{name}=" for name in keywords)])

@@ -1,4 +1,4 @@
-"""Attention as a module, for models that are written anew."""
+"""Attention as a module with projections, norms and rotary positions."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ _BSHD = Dense("bshd")
 class Attention(nn.Module):
     """`out = o_proj(attention(turned(q_norm(q_proj(x))), turned(k_norm(k_proj(x))), v_proj(x)))`.
 
-    Its parameters have the names that checkpoints have: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_norm`, `k_norm` and
-    `sinks`.
+    `turned` is the rotation by positions. Parameters have the names of common checkpoints: `q_proj`, `k_proj`,
+    `v_proj`, `o_proj`, `q_norm`, `k_norm` and `sinks`.
 
     Args:
         dim: the size of a token.
         num_heads: query heads.
-        num_key_heads: key heads, a divisor of num_heads; as many when None.
-        head_dim: of each head; dim / num_heads when None.
-        mask: which keys a query sees, such as `causal()` or `window(1023, 0)`; None is everything. Where the keys of a
-            call need another, pass it to the call.
+        num_key_heads: key heads, a divisor of num_heads; num_heads when None.
+        head_dim: the size of a head; dim / num_heads when None.
+        mask: which keys a query sees, such as `causal()` or `window(1023, 0)`; all when None. A call may have another.
         score_mod: how a scaled score changes, as in `attention`.
-        rotary_base: turn queries and keys by their positions, pair i of d / 2 by `position rotary_base^(-2 i / d)`; a
-            pair is the elements i and i + d / 2. None: they are not turned.
-        qk_norm: RMSNorm of each head's queries and keys, before they are turned.
-        sink: one learnable logit for each query head.
-        bias: whether q_proj, k_proj and v_proj have one.
-        out_bias: whether o_proj has one.
-        dropout_p: the share of probabilities that become zero in training.
+        rotary_base: rotates queries and keys by their positions. The pair of elements i and i + d / 2 turns by
+            `position rotary_base^(-2 i / d)`. None: no rotation.
+        qk_norm: applies RMSNorm to each head's queries and keys, before the rotation.
+        sink: adds one learnable logit for each query head.
+        bias: whether q_proj, k_proj and v_proj have a bias.
+        out_bias: whether o_proj has a bias.
+        dropout_p: the probability with which a weight becomes zero in training.
         scale: factor on q k^T; 1/sqrt(head_dim) when None.
         backend: as in `attention`.
-        device: of the parameters.
-        dtype: the same.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
 
     Raises:
-        TypeError: a rotary_base or a dropout_p that is no number.
-        ValueError: sizes that do not divide one another; a rotary_base that is not above 0, whose powers are NaN.
+        TypeError: rotary_base or dropout_p is not a number.
+        ValueError: sizes do not divide one another, or rotary_base is not above 0.
 
     Sources: RoFormer (arXiv 2104.09864); grouped heads: arXiv 2305.13245; q/k norm: arXiv 2302.05442.
 
@@ -109,7 +108,7 @@ class Attention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial values: those of PyTorch's modules, and zeros for sinks."""
+        """Sets the initial values: those of PyTorch's modules, and zeros for sinks."""
         for part in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm):
             if part is not None:
                 part.reset_parameters()
@@ -129,21 +128,21 @@ class Attention(nn.Module):
 
         Args:
             x: (b, s, dim), or (t, dim) for sequences end to end.
-            layout: `Dense("bshd", …)`; None is one without lengths. `Packed(offsets)`. With a cache, `Paged(…)`, with
-                the lengths *before* these tokens.
-            mask: in the place of the module's.
-            positions: (s,), (b, s) or (t,): where tokens stand, for turning them. None: they count from 0, from the
-                layout's `q_offset`, or from the start of their sequence. A cache counts them itself.
-            cache: (k_cache, v_cache), (pages, page_size, h_k, d): new keys and values are written to it. Without
-                gradients.
+            layout: `Dense("bshd", …)` or `Packed(offsets)`; None is `Dense("bshd")`. With a cache, `Paged(…)` with the
+                lengths *before* these tokens.
+            mask: replaces the module's mask.
+            positions: (s,), (b, s) or (t,): the tokens' positions for the rotation. None: they count from 0, from the
+                layout's `q_offset`, or from the start of their sequence. With a cache they follow from its lengths.
+            cache: (k_cache, v_cache), each (pages, page_size, h_k, d). The call writes new keys and values to it. Only
+                without gradients.
 
         Returns:
-            out, of x's shape.
+            out, in x's shape.
 
         Raises:
-            TypeError: x or positions are no tensors.
-            ValueError: x of another shape, positions that are not one for each token, a layout of another order; a
-                cache without pages, or pages without a cache.
+            TypeError: x or positions are not tensors.
+            ValueError: x has another shape, positions are not one per token, or the layout has another order; or only
+                one of a cache and a Paged layout is given.
         """
         arguments.tensors(x=x)
         if x.dim() not in (2, 3) or x.shape[-1] != self.q_proj.in_features:
@@ -178,7 +177,7 @@ class Attention(nn.Module):
     def _append(
         self, cache: tuple[Tensor, Tensor], layout: Paged, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Paged]:
-        """Writes to the cache; the queries, turned, and the layout after."""
+        """The rotated queries and the new layout, after writing keys and values to the cache."""
         if self.rotary_base is None:
             append_kv(*cache, layout, k, v)
         else:
@@ -204,10 +203,11 @@ class Attention(nn.Module):
 
 
 def _given(positions: Tensor, x: Tensor) -> Tensor:
-    """
+    """The positions.
+
     Raises:
-        TypeError: no tensor.
-        ValueError: not one position for each token.
+        TypeError: they are not a tensor.
+        ValueError: there is not one position for each token.
     """
     arguments.tensors(positions=positions)
     tokens = x.shape[:-1]
@@ -234,7 +234,7 @@ def _positions(layout: Layout, x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (…, h, d) turned by angles (…, d / 2), in their dtype."""
+    """x (…, h, d) rotated by angles (…, d / 2). It computes in the angles' dtype."""
     cos, sin = cos[..., None, :], sin[..., None, :]
     one, two = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1).to(x.dtype)

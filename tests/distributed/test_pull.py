@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from saccade import Packed, attention, causal, window
 from saccade.distributed import plan
 from saccade.testing import Case
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 from tests.support import ranks
 from tests.support.mapped_files import mapped_files
 from tests.support.ranks import part

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton
 
-from saccade.testing.processes import Died, in_processes
+from saccade.testing.offline import Died, in_processes
 from tests.gate import fit
 
 

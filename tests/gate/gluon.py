@@ -13,7 +13,7 @@ from saccade.backends.device import distance_tables
 from saccade.backends.device.scores import weight
 from saccade.backends.hopper.forward import launch, load, transpose
 from saccade.backends.hopper.forward.config import TWO_CONSUMERS, forward_config, key
-from saccade.call.arrivals import ArrivalArgs, Arrivals
+from saccade.call.call import ArrivalArgs, Arrivals
 from saccade.call.descale import EIGHT_BITS
 from saccade.call.spec import Spec
 from tests.gate import gluon_backward, gluon_latent

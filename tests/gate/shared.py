@@ -9,14 +9,14 @@ import torch
 import triton.language as tl
 
 from saccade.backends import Saved
-from saccade.backends.device import bias_sums, block_lists, captured_gradients, distance_tables, positions, row_totals
+from saccade.backends.device import bias_sums, block_lists, captured_gradients, distance_tables, merge_kernel, positions
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.captured_gradients import captured_gradients_kernel, in_any_order
 from saccade.backends.device.gradients import copy_launch, recompute_launch, sink_launch
 from saccade.backends.device.key_lists import Tabulated, table_launch
+from saccade.backends.device.merge_kernel import row_totals_kernel
 from saccade.backends.device.records import runtime_int
-from saccade.backends.device.row_totals import row_totals_kernel
 from saccade.backends.device.scores import scatter
 from saccade.call import Call
 from saccade.scores import Traced
@@ -53,7 +53,7 @@ def compiled(kernel: str, call: Call) -> Any:
         arguments = bias_sums.arguments(call, biases, [torch.empty(2, 1)])
     elif kernel == "row_totals":
         launch = recompute_launch(row_totals_kernel, call)
-        arguments = *row_totals.tensors(call, {}, saved, saved), *arguments
+        arguments = *merge_kernel.tensors(call, {}, saved, saved), *arguments
     elif kernel == "sink":
         launch, arguments = sink_launch({}, torch.empty(2), lse, lse, 1.0, torch.empty(2))
     elif kernel == "key_table":

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from saccade import Dense, alibi, attention, causal, scores, softcap, window
 from saccade.ops import replay
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saccade.testing.processes import Died, in_processes
+from saccade.testing.offline import Died, in_processes
 
 DIES = "__import__('os').abort()"
 PROCESS = "__import__('os').getpid()"

@@ -1,4 +1,4 @@
-"""What a backend is. One module each below, with what `Backend` asks for; they never import one another."""
+"""The protocol `Backend`. Each backend is a module below; they never import one another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLBACKS = "cuDNN's callbacks"
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend declares that it runs. The support table in the README is made from these."""
+    """The calls that a backend runs. The README's support table is made from these."""
 
     devices: tuple[str, ...]
     """Device words as in a Spec; a trailing `+` reads "this one and newer" (`sm80+`)."""
@@ -45,7 +45,7 @@ class Support:
     wider: tuple[tuple[str, int, int], ...] = ()
     """A word of a Spec, and the d and d_v up to which head dims go with it."""
     multiple_of: int = 1
-    """Of head dims."""
+    """Head dims are multiples of it."""
     needs: tuple[str, ...] = ()
     """Flags that have to be set."""
     needs_with: tuple[tuple[str, str], ...] = ()
@@ -107,7 +107,7 @@ EVERYTHING = Support(
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
     max_d=1 << 20,
 )
-"""What a backend of plain PyTorch operations runs."""
+"""The calls that a backend of plain PyTorch operations runs."""
 
 
 _NEEDS = {"aligned": "takes aligned rows: pointers and strides of q, k and v at multiples of 16 bytes"}
@@ -115,7 +115,7 @@ _NEEDS = {"aligned": "takes aligned rows: pointers and strides of q, k and v at 
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a backward needs besides the Call; (b, h_q, s_q, …) views."""
+    """The tensors that a backward needs besides the Call; (b, h_q, s_q, …) views."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -126,7 +126,7 @@ class Saved:
 
 
 Launches = dict[Any, Any]
-"""What a backend keeps for Calls of one key, such as compiled kernels and grids; no tensors. A Plan's."""
+"""The things that a Plan keeps for Calls of one key, such as compiled kernels and grids; no tensors."""
 Part = tuple[Call, Launches]
 Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 """out (b, h_q, s_q, d_v); lse (b, h_q, s_q), which a backend may give unasked; and the largest score of each row,
@@ -210,14 +210,14 @@ def rotated_elements(d: int) -> int:
 
 
 class Backend(Protocol):
-    """What a module under `backends/` offers."""
+    """The functions and constants of a module under `backends/`."""
 
     SUPPORT: Support
     GRADIENT: Support | None
-    """What its backward runs: the same as a rule. None: it has no `run_backward`, and another backend's is taken."""
+    """The calls that its backward runs. None: it has no `run_backward`, and another backend's runs."""
 
     def obstacle(self) -> str | None:
-        """What keeps the backend from running on this machine at all, or None."""
+        """Why the backend cannot run on this machine, or None."""
         ...
 
     # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
@@ -241,7 +241,7 @@ class Backend(Protocol):
 
 
 def score_workspace(spec: Spec) -> str:
-    """What gradients with a score function take on a GPU besides."""
+    """The memory that gradients with a score function take on a GPU besides."""
     if spec.score in ("none", "softcap"):
         return ""
     repeatable = ", and 8 for every element of captured tensors that get a gradient" if spec.deterministic else ""
@@ -263,7 +263,7 @@ def _on(device: str, supported: str) -> bool:
 
 
 _FOLDERS = {"gluon": "hopper"}
-"""Where a backend's folder has another name than the backend."""
+"""Folders whose name is not that of their backend."""
 
 
 @cache

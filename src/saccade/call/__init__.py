@@ -1,6 +1,6 @@
 """One call of `attention` as data: its arguments, checked, and the form in which they pass through an operator."""
 
-from saccade.call.call import Call, Sequence, aligned, strides
+from saccade.call.call import Call, Sequence, aligned, eight_bit_gradients, needs_gradient, strides
 from saccade.call.check import autocast, check_call
 from saccade.call.flatten import (
     SCHEMA,
@@ -15,7 +15,6 @@ from saccade.call.flatten import (
     split,
     unflatten,
 )
-from saccade.call.gradients import eight_bit_gradients, needs_gradient
 
 __all__ = [
     "SCHEMA", "Call", "Sequence", "Static", "aligned", "autocast", "check_call", "eight_bit_gradients", "flatten",

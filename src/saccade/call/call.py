@@ -1,4 +1,4 @@
-"""One call: its arguments, checked, and what follows from them."""
+"""Which calls need gradients, and why those of 8 bits have none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,28 @@ from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
 from saccade.util import hardware
 from saccade.util.memory_layout import ALIGNMENT, address
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def eight_bit_gradients(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why a call of 8-bit operands has no gradients, and what has."""
+    got = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    return (
+        "attention over 8-bit k and v has no gradients: call it inside torch.no_grad(); pass Descale(…, "
+        "backward='dequantized') for those of wider q, the sink and captured tensors; or pass the dequantised values, "
+        f"such as k.to(torch.bfloat16) * descale; got {got}"
+    )
+
+
+# One call: its arguments, checked, and what follows from them.
+
 
 _BHSD = Dense()
 _VIEWS = "q", "k", "v", "out"
@@ -41,9 +63,9 @@ class Call:
     max_scores: bool
     """Whether the forward is asked for the largest score of each row."""
     descale: Factors | None
-    """What 8-bit operands stand for; None where k and v have more bits."""
+    """The factors of 8-bit operands; None for wider k and v."""
     first_b: int
-    """What scores and dropout call the first batch row."""
+    """The index of the first batch row, for scores and dropout."""
 
     q: Tensor
     """(b, h_q, s_q, d), a view of the user's tensor; packed sequences are one row of t_q"""
@@ -57,12 +79,12 @@ class Call:
     key: tuple[Hashable, ...]
     """Everything but values: Calls of one key have one Spec and run the same kernels on the same grid."""
     spec: Spec
-    """What of it has a text form."""
+    """The fields that have a text form."""
     latent: bool
     """Whether values are read with the keys of a paged cache."""
     extent: Extent
     positions: Positions | None
-    """Where rows and keys stand, if the caller says so."""
+    """The positions of rows and keys, or None."""
 
     def __init__(
         self,
@@ -287,5 +309,29 @@ def strides(x: Tensor) -> list[int]:
 
 
 def _span(x: Tensor) -> int:
-    """What decides between 32 and 64 bits: elements, and elements of memory from the first to the last."""
+    """Numbers that decide between 32 and 64 bits: elements, and elements of memory from the first to the last."""
     return max(x.numel(), sum((n - 1) * abs(m) for n, m in zip(x.shape, x.stride(), strict=True))) + (1 << 24)
+
+
+# Keys and values that come while a call runs, in the order in which kernels take them: sequences with most keys first,
+# and of each one key head after the other.
+
+
+class ArrivalArgs(NamedTuple):
+    """The arguments of a kernel that waits for keys; packed."""
+
+    done: Tensor
+    """int32 (1): how many steps of the copies are done"""
+    steps: Tensor
+    """int32 (sequences + 1, h_k): how many bring all keys of a head of a sequence that come"""
+    coming: Tensor
+    """int32 (sequences + 1): how many keys of a sequence come, its first ones"""
+
+
+class Arrivals(NamedTuple):
+    """The keys of one call that come while it runs. A backend with `WAITS_FOR_KEYS` waits for them in its kernel.
+    Others begin when all have come."""
+
+    args: ArrivalArgs
+    come: Callable[[], None]
+    """The current stream waits for all."""

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from saccade import layouts, scores
-from saccade.call.call import Call
+from saccade.call.call import Call, eight_bit_gradients, needs_gradient
 from saccade.call.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.call.dropout import Dropout
-from saccade.call.gradients import eight_bit_gradients, needs_gradient
 from saccade.call.spec import DTYPES
 from saccade.layouts import Dense, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
 from saccade.util import arguments, memory_layout
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 _BHSD = Dense()
 _LEARNED_SCALE = (
@@ -144,7 +143,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Te
 
 
 def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
-    """Of operands that do not all have one."""
+    """The error for operands that do not all have the same one."""
     if k != v:
         raise ValueError(f"k and v must share one dtype, got q {q}, k {k}, v {v}")
     if k not in EIGHT_BITS:
@@ -157,7 +156,7 @@ def _check_dtypes(q: torch.dtype, k: torch.dtype, v: torch.dtype) -> None:
 
 
 def _check_descale(descale: Descale | None, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Factors:
-    """What the 8-bit operands of a call stand for."""
+    """The checked Descale of a call's 8-bit operands."""
     if descale is not None and not isinstance(descale, Descale):
         raise TypeError(f"descale must be a Descale record, such as Descale(k=0.5), got {arguments.describe(descale)}")
     if k.dtype not in EIGHT_BITS:

@@ -1,4 +1,4 @@
-"""What 8-bit numbers stand for."""
+"""Factors of 8-bit operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from saccade.util import arguments
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDER = torch.float16, torch.bfloat16, torch.float32
-"""What becomes 8 bits."""
+"""The dtypes that `quantize` takes."""
 BLOCK = 128
 """Rows, or keys, that share one number where a Descale goes by blocks."""
 _FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128 rows (b, h_k, n)"
@@ -137,15 +137,15 @@ class Factors(NamedTuple):
         return Factors(found.get("q"), found.get("k"), found.get("v"))
 
     def of_sequence(self, i: int) -> Factors:
-        """Those of one sequence, as a batch of one."""
+        """The factors of one sequence, as a batch of one."""
         return self.mapped(lambda x: x[i : i + 1])
 
     def of_heads(self, heads: slice) -> Factors:
-        """Those of some key heads."""
+        """The factors of some key heads."""
         return self.mapped(lambda x: x[:, heads])
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Factors:
-        """The same, of changed tensors."""
+        """The same record with each tensor changed."""
         q, k, v = (None if x is None else change(x) for x in self.each)
         return self._replace(q=q, k=k, v=v)
 

@@ -22,7 +22,7 @@ ROUNDS = 7
 be another half of what the numbers cost, which is as much as a matrix product."""
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 STEPS = 0x9E3779B9, 0xBB67AE85
-"""What a round adds to the key."""
+"""The numbers that a round adds to the key."""
 SPAN = 16
 """Rows, and keys, of which pairs lie in one span."""
 _LOW = (1 << 32) - 1

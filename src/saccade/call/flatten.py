@@ -127,7 +127,7 @@ def operator(name: str, flat: Flat) -> Any:
 
 
 def programs(static: Static) -> list[Any]:
-    """What a backward has to keep alive besides tensors."""
+    """The objects besides tensors that a backward keeps alive."""
     _, header, *_ = static
     _, mask, score, *_ = read_header(header)
     own = [] if score == "none" else [scores.program_of(score)]

@@ -24,12 +24,12 @@ class Partial(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What `attention` returns with `return_max_scores=True`."""
+    """The result of `attention` with `return_max_scores=True`."""
 
     out: Tensor
     """softmax(scores) v, in the layout and dtype of q."""
     lse: Tensor | None
-    """As in a `Partial` where `return_lse` asks for it, else None."""
+    """The LSE, as in a `Partial`, with `return_lse`; else None."""
     max_scores: Tensor
     """`max_j score[b, h, i, j]`, the largest score that each row sees, after scale and score_mod: natural units,
     float32 (float64 for float64 inputs), (b, h_q, s_q) whatever the layout, packed (h_q, t_q). -inf where a row sees no

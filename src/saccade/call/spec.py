@@ -24,7 +24,8 @@ EIGHT_BIT_WORDS = tuple(word for word in TORCH_DTYPES if word.startswith("fp8"))
 
 @dataclass(frozen=True)
 class Spec:
-    """What a kernel is compiled and chosen for. Lengths, batch and head counts, window bounds and scale are not here.
+    """The properties that a kernel is compiled and chosen for. Lengths, batch and head counts, window bounds and scale
+    are not here.
 
     The text form is the cache key, the test id, the benchmark row and the header of an error:
 

@@ -14,8 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from saccade import Unsupported, attention
-from saccade.cli.console import print_whole, some_name, split_names
-from saccade.cli.options import Backend
+from saccade.cli.console import Backend, print_whole, some_name, split_names
 from saccade.testing import accuracy
 from saccade.testing.cases import MODELS, NAMED, Case
 from saccade.testing.sdpa import sdpa

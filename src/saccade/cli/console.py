@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+from saccade.ops import dispatch
 
 
 def split_names(names: str) -> list[str]:
@@ -29,3 +33,18 @@ def print_whole(console: Console, table: Table) -> None:
         console.width, Measurement.get(console, console.options.update(max_width=10_000), table).maximum
     )
     console.print(table, markup=False, soft_wrap=True)
+
+
+# Options that commands share.
+
+
+def _known(name: str) -> str:
+    if name not in ("auto", *dispatch.NAMES):
+        raise typer.BadParameter(f"{name!r} is not one of auto, {', '.join(dispatch.NAMES)}")
+    return name
+
+
+Backend = Annotated[
+    str, typer.Option(help="auto, or the name of a backend, which then runs the call or refuses it.", callback=_known)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

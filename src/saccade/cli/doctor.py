@@ -15,10 +15,10 @@ import typer
 import saccade
 from saccade import Spec, Unsupported, causal
 from saccade.backends import backend_module
-from saccade.cli.options import Json
+from saccade.cli.console import Json
 from saccade.ops import dispatch
 from saccade.testing import accuracy
-from saccade.testing.machine import described, device_name, version
+from saccade.testing.timing import described, device_name, version
 from saccade.util import hardware
 
 

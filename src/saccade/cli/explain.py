@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import saccade
-from saccade.cli.options import Backend, Json
+from saccade.cli.console import Backend, Json
 
 
 def explain(

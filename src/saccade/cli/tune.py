@@ -78,7 +78,7 @@ def _rows(backend: str, sizes: list[tuple[int, int]]) -> list[Any]:
 def _able(rows: list[Any], jobs: int, progress: Progress) -> dict[Any, list[Any]]:
     """The candidates of each row that compile and run."""
     from saccade.backends.device import tuning
-    from saccade.testing.processes import in_processes
+    from saccade.testing.offline import in_processes
 
     tasks = [(row, tile) for row in rows for tile in row.candidates()]
     # Triton compiles a kernel in one thread. All processes share what any of them compiled.

@@ -33,7 +33,7 @@ def warm(
     No GPU is needed, but the Triton and the Python that will run the kernels. Then set TRITON_CACHE_DIR to the folder.
     """
     from saccade.testing import warm as warming
-    from saccade.testing.processes import Died, in_processes
+    from saccade.testing.offline import Died, in_processes
 
     parsed = [_parsed(text) for text in specs]
     lengths = _lengths(shape)

@@ -18,7 +18,7 @@ from saccade.call.partial import Partial, Scored, merge
 from saccade.layouts import Dense, Paged
 from saccade.masks import causal as causal_mask
 from saccade.util import arguments
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade import ops
 from saccade.backends import Outputs
 from saccade.call import SCHEMA, Call, flatten, joined, needs_gradient, savable, split, unflatten
-from saccade.call.arrivals import ArrivalArgs, Arrivals
+from saccade.call.call import ArrivalArgs, Arrivals
 from saccade.distributed import exchanges
 from saccade.distributed.exchanges import Segment, library, numbers
 from saccade.distributed.groups import cached_method
@@ -24,7 +24,7 @@ from saccade.distributed.transport import Transport
 from saccade.layouts import Packed
 from saccade.ops import vmap
 from saccade.ops.autograd import FIRST_ALONE
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 COPY_BYTES, MOST_COPIES = 2 << 20, 96
 """A copy brings so many bytes in the mean of a step, or those of one head, unless that takes more copies. Each costs

@@ -24,7 +24,7 @@ from saccade.masks import KeyInterval, Mask, Selected, Window, as_mask
 from saccade.ops import dispatch
 from saccade.ops.autograd import forward_mode
 from saccade.util import arguments
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 KEYS, PIECES = "the exchange of keys and values", "the exchange of keys and values for pieces"
 CAUSAL, BESIDE = "the exchange of keys and values for causal pieces", "the exchange of keys and values beside own ones"

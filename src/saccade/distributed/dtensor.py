@@ -24,7 +24,7 @@ from saccade.layouts import Layout, Paged, with_rows
 from saccade.masks import Documents, KeyInterval, Mask, MaskMod, Prefix, TensorMask
 from saccade.scores import Score
 from saccade.util import arguments
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 
 def run(call: Call, score_mod: Any, backend: str, lse: bool) -> Outputs:

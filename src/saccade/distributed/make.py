@@ -14,7 +14,7 @@ from saccade.distributed.estimates import divided_bytes, exchange_seconds, gathe
 from saccade.distributed.exchanges import heads_error
 from saccade.distributed.groups import Ranks, check_order, ranks_of
 from saccade.distributed.sharding import PairSharding, Reach, Sharding, reach_of
-from saccade.layouts.offsets import check_offsets, shortened
+from saccade.layouts.validate import check_offsets, shortened
 from saccade.masks import Mask
 from saccade.util import arguments
 from saccade.util.caches import BoundedCache

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.call.partial import Scored
 from saccade.compat.transformer_engine import DotProductAttention
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 __all__ = ["CoreAttention"]
 

@@ -21,7 +21,7 @@ from torch.nn.attention import (
 )
 
 from saccade.integrations import torch_operators
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 __all__ = ["NAME", "activate", "restore"]
 

@@ -18,7 +18,7 @@ from saccade.compat.torch_varlen import layout_of
 from saccade.layouts import Dense, Layout
 from saccade.masks import Mask
 from saccade.util import hardware
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 _BHSD, _BSHD = Dense(), Dense("bshd")
 

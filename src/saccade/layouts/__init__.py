@@ -1,12 +1,11 @@
 """Where the rows of q, k and v live."""
 
-from saccade.layouts.base import LENGTHS, Layout, SequenceSlice
+from saccade.layouts.base import LENGTHS, Layout, SequenceSlice, empty_bytes, empty_like_rows, ordered_like, with_rows
 from saccade.layouts.dense import ORDERS, Dense, dense_of
 from saccade.layouts.packed import Packed, unwrap
 from saccade.layouts.paged import CacheSlots, Paged
 from saccade.layouts.rebuild import from_tensors, view_layout
 from saccade.layouts.slots import SlotRows
-from saccade.layouts.strides import empty_bytes, empty_like_rows, ordered_like, with_rows
 
 __all__ = [
     "LENGTHS", "ORDERS", "CacheSlots", "Dense", "Layout", "Packed", "Paged", "SequenceSlice", "SlotRows", "dense_of",

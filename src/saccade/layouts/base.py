@@ -1,4 +1,4 @@
-"""What every layout answers: views of operands and results, errors, lengths, and where its sequences are."""
+"""The memory order of tensors: outputs that have an operand's, and copies that keep it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,57 @@ from saccade.masks import Blocked, Extent, Mask, MaskMod, Positions
 from saccade.scores import Sizes
 
 
+def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised dense tensor of x's shape with last dimension `d`, in x's memory order, of x's or another dtype.
+
+    A transposed view gives a transposed view, as in torch's attention.
+    """
+    shape, dtype = [*x.shape[:-1], d], dtype or x.dtype
+    if x.is_contiguous():
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    order = _memory_order(x)
+    out = torch.empty([shape[dim] for dim in order], dtype=dtype, device=x.device)
+    return out.permute([order.index(dim) for dim in range(x.dim())])
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """The dimensions by decreasing stride, but the last one last."""
+    order: list[int] = []
+    for dim in range(x.dim() - 1):  # by insertion: torch.compile compares strides that it does not know, and sorts none
+        order.insert(len([i for i in order if x.stride(i) >= x.stride(dim)]), dim)
+    return [*order, x.dim() - 1]
+
+
+def ordered_like(x: Tensor, other: Tensor) -> Tensor:
+    """x as a dense tensor in another tensor's memory order."""
+    return _in_order(x, _memory_order(other))
+
+
+def _in_order(x: Tensor, order: list[int]) -> Tensor:
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """x, or a copy in x's memory order if its last dimension is not contiguous."""
+    if x.stride(-1) == 1 or x.shape[-1] == 1:
+        return x
+    return _in_order(x, _memory_order(x))
+
+
+def empty_bytes(x: Tensor, dtype: torch.dtype, keys_first: bool = False) -> Tensor:
+    """Uninitialised 8-bit numbers in the shape of x (b, h, s, d) and its memory order. With `keys_first` they are
+    (b, h, d, s) in memory, and rows of s keys begin at multiples of 16 bytes, as TMA reads them."""
+    if keys_first:
+        b, h, s, d = x.shape
+        return torch.empty((b, h, d, -(-s // 16) * 16), dtype=dtype, device=x.device)[..., :s].transpose(2, 3)
+    return empty_like_rows(x, x.shape[-1], dtype)
+
+
+# What every layout answers: views of operands and results, errors, lengths, and where its sequences are.
+
+
 class SequenceSlice(NamedTuple):
-    """Where one sequence is in canonical q and in canonical, gathered k."""
+    """The slices of one sequence in canonical q and in canonical, gathered k."""
 
     number: int
     batch_q: slice
@@ -39,25 +88,25 @@ class Layout:
     """The layout's word in a Spec."""
     order: Any
     cu_seqlens_q: Any
-    """(b + 1): where each sequence of q starts and the last one ends; None where each has a batch row."""
+    """(b + 1): the start of each sequence of q, and the end of the last one; None if each has a batch row."""
     cu_seqlens_k: Any
     starts_k: Any = None
-    """(b): where the keys of each sequence start, of which there are seqused_k; None where cu_seqlens_k says it."""
+    """(b): the first key of each sequence, which has seqused_k keys; None with cu_seqlens_k."""
     seqused_q: Any
-    """(b): how many rows of each sequence are in use, or None for all."""
+    """(b): the number of rows in use of each sequence, or None for all."""
     seqused_k: Any
     q_offset: Any = None
-    """Where query rows stand: see `Dense`."""
+    """Positions of query rows: see `Dense`."""
     k_offset: Any = None
-    """Where keys do."""
+    """Positions of keys."""
     validate: Any = False
     """Whether to read offsets and lengths before each call on a GPU too."""
     num_splits: Any = None
-    """Into how many parts the keys of a sequence are split; None lets the backend choose."""
+    """The number of parts into which the keys of a sequence are split; None lets the backend choose."""
     shared_pages: Any = 0
-    """How many pages all sequences have in common."""
+    """The number of pages that all sequences have in common."""
     slots: Any = None
-    """Which rows of a cache each query row sees; None where pages say it."""
+    """The rows of a cache that each query row sees; None with pages."""
     has_pages: ClassVar[bool] = False
     """Whether k and v are the pages of a cache."""
     rectangular: ClassVar[bool] = False
@@ -112,7 +161,7 @@ class Layout:
         return fields
 
     def positions(self, s_q: int) -> Positions | None:
-        """Where rows and keys stand, of s_q rows; None without offsets."""
+        """The positions of s_q rows and of keys; None without offsets."""
         if not self.positioned:
             return None
         return positions_of(self.q_offset, self.k_offset, None if self.cu_seqlens_q is None else s_q)
@@ -123,7 +172,7 @@ class Layout:
         return (None, None) if positions is None else of_sequence(positions, sequence.number, sequence.rows)
 
     def position_error(self, mask: Mask | None, sizes: Sizes, rows: int) -> str | None:
-        """What is wrong with the shapes of offsets, or with a mask beside them; `rows` are those of a batch row, or of
+        """Why the shapes of offsets, or a mask beside them, are wrong, or None; `rows` are those of a batch row, or of
         all sequences end to end."""
         positions = self.positions(rows)
         if positions is None:
@@ -206,15 +255,15 @@ class Layout:
     # Errors: the text, or None
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
-        """What is wrong with the shapes of the user's operands."""
+        """Why the shapes of the user's operands are wrong, or None."""
         raise NotImplementedError
 
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
-        """What is wrong with a mask for the user's operands, or with the layout's own lengths."""
+        """Why a mask or the layout's lengths do not fit the user's operands, or None."""
         raise NotImplementedError
 
     def out_error(self, out: Any) -> str | None:
-        """What keeps `out` from being a tensor that results can be written to."""
+        """Why results cannot be written to `out`, or None."""
         return None if isinstance(out, Tensor) else f"out must be a tensor, got {type(out).__name__}"
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -277,7 +326,7 @@ class Layout:
         return x
 
     def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
-        """Where each sequence is in canonical q and in gathered k; reads the offsets."""
+        """The slices of each sequence in canonical q and in gathered k. Reads the offsets."""
         whole = slice(0, q.shape[2]), slice(0, k.shape[2])
         batches = (slice(b, b + 1) for b in range(q.shape[0]))
         return [SequenceSlice(b, batch, whole[0], batch, whole[1]) for b, batch in enumerate(batches)]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import check_vector, same_vector, shortened
-from saccade.layouts.validate import check_offset, operand_error, rows_error
+from saccade.layouts.validate import check_offset, check_vector, operand_error, rows_error, same_vector, shortened
 from saccade.masks import Blocked, Documents, Mask
 from saccade.scores import Sizes
 from saccade.util.arguments import broadcasts
@@ -23,27 +22,27 @@ _INVERSE = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}
 class Dense(Layout):
     """One tensor per operand, every batch row of the same length or padded to it.
 
-    Formula: batch row `b` of q has `seqused_q[b]` rows (all `s_q` without it), k and v have `seqused_k[b]`.
-    Masks are bottom-right aligned per batch row: `off = seqused_k[b] - seqused_q[b]`. Rows beyond the used
-    ones are never read; their output and gradients are zero and their LSE is -inf.
+    Formula: batch row `b` has `seqused_q[b]` rows of q (all `s_q` without it) and `seqused_k[b]` rows of k and v. Masks
+    are bottom-right aligned in each batch row: `off = seqused_k[b] - seqused_q[b]`. Later rows are never read. Their
+    output and gradients are zero, and their LSE is -inf.
 
-    With `q_offset` or `k_offset` rows and keys have positions: row i stands at `p = q_offset + i` and key j at `r =
-    k_offset + j`, one that is not given counts as 0. Masks compare positions (`causal` is `r <= p`), `interval`,
-    mask_mod and score functions take them as their indices, and dropout draws its numbers by them. Only the device
-    reads tensors. A static cache of which `n` rows are filled, where the new ones lie, is `Dense(q_offset=n - s_q)`.
+    With `q_offset` or `k_offset`, row i has the position `p = q_offset + i` and key j the position `r = k_offset + j`.
+    The one that is missing counts as 0. Masks compare positions: `causal` is `r <= p`. `interval`, mask_mod and score
+    functions take positions as their indices, and dropout draws by them. Only the device reads tensors. For a static
+    cache with `n` filled rows, the new ones included, pass `Dense(q_offset=n - s_q)`.
 
     Args:
         order: "bhsd" (default), "bshd" or "sbhd": the order of the dimensions of q, k, v and out.
         seqused_q: (b,) integer tensor on q's device, values in [0, s_q], or None.
         seqused_k: (b,) integer tensor on q's device, values in [0, s_k], or None.
-        q_offset: an int, an int32 or int64 tensor (b,), or a position for each row, (b, s_q) or (1, s_q); from -2^28 to
-            2^28, and from -2^22 to 2^22 where functions take positions. Values beyond are clamped on a GPU.
+        q_offset: an int, an int32 or int64 tensor (b,), or a position for each row, (b, s_q) or (1, s_q). The range is
+            -2^28 to 2^28, and -2^22 to 2^22 if functions take positions. A GPU clamps values beyond it.
         k_offset: an int or a tensor (b,).
 
     Raises:
-        ValueError: an order other than these three, or lengths or offsets that are not integer tensors of these
-            shapes; where tensors are read, as on a CPU, values out of range.
-        TypeError: offsets that are neither integers nor tensors.
+        ValueError: the order is unknown, or lengths or offsets are not integer tensors of these shapes. On a CPU,
+            which reads tensors, also if a value is out of range.
+        TypeError: an offset is neither an integer nor a tensor.
 
     >>> Dense("bshd")
     Dense('bshd')

@@ -1,4 +1,4 @@
-"""Packed layouts: sequences of different lengths end to end, without padding; nested (jagged) tensors are such."""
+"""Packed layouts: sequences of different lengths end to end, without padding. Nested (jagged) tensors are packed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import LENGTHS, OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import (
+from saccade.layouts.validate import (
+    check_offset,
     check_offsets,
     check_vector,
     described,
     has_values,
     offsets_of_lengths,
     offsets_of_position_ids,
+    operand_error,
+    rows_error,
     same_vector,
+    sequence_mask_error,
     shortened,
 )
-from saccade.layouts.validate import check_offset, operand_error, rows_error, sequence_mask_error
 from saccade.masks import Extent, Mask, Selected
 from saccade.scores import Sizes
 from saccade.util import arguments
@@ -31,33 +34,34 @@ from saccade.util import arguments
 class Packed(Layout):
     """Sequences of different lengths end to end, without padding: q (t_q, h_q, d), k (t_k, h_k, d), v (t_k, h_k, d_v).
 
-    Formula: sequence `i` has the rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q, the first `seqused_q[i]` of them
-    in use (all without it), and sees only its own keys, `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`. Indices count
-    within the sequence, and masks are bottom-right aligned in each. out is (t_q, h_q, d_v), the LSE (h_q, t_q). Rows
-    that are not in use, those beyond the last sequence among them, are never read; their output and gradients are zero
-    and their LSE is -inf.
+    Formula: sequence `i` has the rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q. The first `seqused_q[i]` of them
+    are in use (all without it). It sees only its own keys, `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`. Indices count
+    from the start of the sequence, and masks are bottom-right aligned in each sequence. out is (t_q, h_q, d_v), and the
+    LSE is (h_q, t_q). Unused rows, and rows after the last sequence, are never read. Their output and gradients are
+    zero, and their LSE is -inf.
 
     Args:
-        cu_seqlens_q: (b + 1,) int32 or int64 on q's device: 0, then where each sequence of q ends, never decreasing.
-            Sequences may be empty.
-        cu_seqlens_k: the same for k and v; without it that of q, as in self-attention.
-        max_seqlen_q: an upper bound of q's lengths; an integer, or a tensor of one, which nothing reads. No result
-            needs it: without it bool tensors and BlockMasks need as many rows as q, on a CPU as its longest sequence.
+        cu_seqlens_q: (b + 1,) int32 or int64 on q's device: 0, then the end of each sequence of q. Sequences may be
+            empty.
+        cu_seqlens_k: the same for k and v; cu_seqlens_q when None, as in self-attention.
+        max_seqlen_q: an upper bound of q's lengths: an integer, or a tensor of one number, which nothing reads. Only
+            the size of bool masks and BlockMasks depends on it. Without it they need as many rows as q, on a CPU as
+            the longest sequence.
         max_seqlen_k: the same for k and v.
-        seqused_q: (b,) integer tensor: how many rows of each sequence are in use, or None.
+        seqused_q: (b,) integer tensor, the number of rows in use of each sequence, or None for all.
         seqused_k: the same for k and v.
-        validate: read the offsets before each call on a GPU too, which waits for them. On a CPU they are always read.
-            With wrong offsets a kernel stays inside the tensors, and its results mean nothing.
-        q_offset: where rows stand, as in `Dense`: an int, a tensor (b,) or (b, 1), an offset for each sequence, or
-            (t_q,) or (1, t_q), a position for each row.
-        k_offset: where keys stand: an int or a tensor (b,).
-        starts_k: (b,) integer tensor in place of cu_seqlens_k: sequence `i` sees the `seqused_k[i]` keys from row
-            `starts_k[i]` on. Ranges may overlap, so that chunks of queries share keys, and leave gaps. Gradients of a
-            key are sums over all sequences that see it, in their order if deterministic; of a key in no range zero.
+        validate: checks the offsets before each call on a GPU too; the host waits for them. A CPU always checks them.
+            With wrong offsets kernels stay inside the tensors, but their results are undefined.
+        q_offset: positions of rows, as in `Dense`: an int, an offset for each sequence, (b,) or (b, 1), or a position
+            for each row, (t_q,) or (1, t_q).
+        k_offset: positions of keys: an int or a tensor (b,).
+        starts_k: (b,) integer tensor instead of cu_seqlens_k. Sequence `i` sees the `seqused_k[i]` keys from row
+            `starts_k[i]` on. Ranges may overlap and leave gaps. The gradient of a key is the sum over all sequences
+            that see it, in the order of sequences if deterministic. It is zero for a key in no range.
 
     Raises:
-        ValueError: offsets or lengths that are not integer vectors of the right shapes, or a negative bound; where
-            offsets are read, those that do not begin at 0, that decrease, or that end beyond the tensor.
+        ValueError: offsets or lengths are not integer vectors of the right shapes, or a bound is negative. If offsets
+            are checked, also if they do not begin at 0, decrease, or end beyond the tensor.
 
     Source: the argument names are those of FlashAttention's varlen functions (https://arxiv.org/abs/2205.14135).
 
@@ -118,7 +122,7 @@ class Packed(Layout):
         self._flatten("packed")
 
     def _settle_keys(self) -> None:
-        """Which of the fields say where the keys are."""
+        """Checks that either cu_seqlens_k or starts_k says where keys are; the default is cu_seqlens_q."""
         if self.starts_k is None:
             if self.cu_seqlens_k is None:
                 object.__setattr__(self, "cu_seqlens_k", self.cu_seqlens_q)
@@ -135,19 +139,18 @@ class Packed(Layout):
         lengths_k: Sequence[int] | Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Packed:
-        """Sequences of these lengths.
+        """A Packed layout of sequences with these lengths.
 
         Formula: `cu_seqlens = [0, n_0, n_0 + n_1, …]`.
 
         Args:
-            lengths_q: the length of each sequence of q: integers, or an integer tensor (b,), which the host does not
-                read, so that nothing waits for its device.
-            lengths_k: the same for k and v; without it that of q.
-            device: where the offsets are to be, which is q's device; without it that of a tensor, or torch's default.
+            lengths_q: the lengths of q's sequences: integers, or an integer tensor (b,), which the host does not read.
+            lengths_k: the same for k and v; lengths_q when None.
+            device: the device of the offsets, which must be q's. When None it is the tensor's, or torch's default.
 
         Raises:
-            ValueError: lengths that are not integers from 0 on, or a tensor that is not an integer vector; q and k with
-                different numbers of sequences. Negative lengths in a tensor are found as wrong offsets are.
+            ValueError: lengths are not integers from 0 on, a tensor is not an integer vector, or q and k have different
+                numbers of sequences. Negative lengths in a tensor are reported as wrong offsets.
 
         >>> Packed.from_lengths([3, 0, 7]).cu_seqlens_q
         tensor([ 0,  3,  3, 10], dtype=torch.int32)
@@ -160,21 +163,21 @@ class Packed(Layout):
 
     @staticmethod
     def from_position_ids(ids: Tensor, max_sequences: int | None = None) -> Packed:
-        """The sequences of rows whose positions begin anew, as data collators lay documents end to end.
+        """A Packed layout of documents end to end, from position ids as data collators make them.
 
         Formula: a sequence begins at the first token of each row of `ids`, and wherever the id is 0.
 
         Args:
             ids: (t,) or (b, s) integers: the position of each token in its document. q, k and v are (t, h, d) or those
                 of (b, s) flattened, (b s, h, d).
-            max_sequences: how many sequences the layout has; those that `ids` lacks are empty. Nothing waits for the
-                device then, and a CUDA graph may be replayed with other ids. Tokens of further sequences are in none:
-                their results are zero, with an LSE of -inf; on a CPU they are an error. Without it the number of
-                sequences is read, which waits for the device once.
+            max_sequences: the number of sequences of the layout. Sequences that `ids` lacks are empty. With it nothing
+                waits for the device, and a CUDA graph may be replayed with other ids. Tokens of further sequences
+                have results of zero and an LSE of -inf; on a CPU they are an error. Without it the host reads the
+                number of sequences, and waits for the device once.
 
         Raises:
-            ValueError: ids that are not an integer tensor (t,) or (b, s), max_sequences below 1, or, on a CPU, more
-                sequences than that.
+            ValueError: ids are not an integer tensor (t,) or (b, s), max_sequences is below 1, or, on a CPU, there are
+                more sequences than that.
 
         >>> Packed.from_position_ids(torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])).cu_seqlens_q
         tensor([0, 3, 4, 6, 8], dtype=torch.int32)
@@ -240,7 +243,7 @@ class Packed(Layout):
                 )
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        """With upper bounds of the lengths: a bound that is a tensor is not read, and the rows of q or k replace it."""
+        """Sizes with upper bounds of the lengths. The rows of q or k replace a bound that is a tensor."""
         s_q = _longest(self.max_seqlen_q, self.cu_seqlens_q.diff, q.shape[0], self.cu_seqlens_q)
         s_k = _longest(self.max_seqlen_k, self._lengths_k, k.shape[0], self.cu_seqlens_q)
         return Sizes(self.sequences, q.shape[1], s_q, s_k, exact=False)
@@ -258,7 +261,7 @@ class Packed(Layout):
         return q.shape[1] * int((self.cu_seqlens_q.diff().long() * self._lengths_k()).sum())
 
     def _lengths_k(self) -> Tensor:
-        """(b): how many keys each sequence has, in use or not; of ranges those in use."""
+        """(b): the number of keys of each sequence; of ranges the keys in use."""
         return self.seqused_k if self.cu_seqlens_k is None else self.cu_seqlens_k.diff()  # pyright: ignore[reportReturnType]
 
     def sequence_slices(self, q: Tensor, k: Tensor) -> list[SequenceSlice]:
@@ -275,7 +278,7 @@ class Packed(Layout):
         return q[self.rows_in_use(q.shape[0])]
 
     def rows_in_use(self, t_q: int) -> Tensor:
-        """bool (t_q): which rows of q are."""
+        """bool (t_q): which rows of q are in use."""
         row = torch.arange(t_q, device=self.cu_seqlens_q.device)
         b = torch.bucketize(row, self.cu_seqlens_q[1:], right=True)
         inside = b < self.sequences
@@ -289,7 +292,7 @@ class Packed(Layout):
 
 
 def _longest(bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: int, offsets: Tensor) -> int:
-    """The bound of the lengths, or where there is none the longest sequence as far as the host knows it."""
+    """The bound of the lengths; without one the longest length if the host knows it, else the number of rows."""
     if isinstance(bound, Tensor):
         return rows
     if bound is not None:

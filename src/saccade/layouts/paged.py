@@ -11,47 +11,58 @@ import torch
 from torch import Tensor
 
 from saccade.layouts.base import OFFSETS, Layout, SequenceSlice
-from saccade.layouts.offsets import check_offsets, check_vector, described, has_values, shortened
-from saccade.layouts.validate import cache_error, check_offset, head_error, rows_error, sequence_mask_error
+from saccade.layouts.validate import (
+    cache_error,
+    check_offset,
+    check_offsets,
+    check_vector,
+    described,
+    has_values,
+    head_error,
+    rows_error,
+    sequence_mask_error,
+    shortened,
+)
 from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
 
 
 @dataclass(frozen=True, eq=False)
 class Paged(Layout):
-    """Keys and values in the pages of a cache: k (pages, page_size, h_k, d), v (pages, page_size, h_k, d_v), which may
-    be k's first columns by being their view, and is then read with k.
+    """Keys and values in the pages of a cache: k (pages, page_size, h_k, d), v (pages, page_size, h_k, d_v).
+
+    v may be a view of k's first columns. It is read with k then.
 
     Formula: sequence `i` has `seqused_k[i]` keys. Its key `j` is row `j % page_size` of the page
-    `block_table[i, j // page_size]`. q is (b, s_q, h_q, d), and so is out, with an LSE of (b, h_q, s_q); or, with
-    `cu_seqlens_q`, sequences of queries end to end, (t_q, h_q, d), with an LSE of (h_q, t_q). Masks are bottom-right
-    aligned: the last query of a sequence is at its last key. For inference: no gradients.
+    `block_table[i, j // page_size]`. q and out are (b, s_q, h_q, d), and the LSE is (b, h_q, s_q). With `cu_seqlens_q`
+    they are sequences end to end, (t_q, h_q, d), and the LSE is (h_q, t_q). Masks are bottom-right aligned: the last
+    query of a sequence is at its last key. For inference: there are no gradients.
 
     Args:
         block_table: (b, width) int32 or int64 on q's device: the page numbers. Entries after a sequence's last page are
-            never used. Out-of-range page numbers are clamped.
-        seqused_k: (b,) integer tensor: how many keys each sequence has, at most `width * page_size`.
-        cu_seqlens_q: (b + 1,): 0, then where each sequence of q ends, never decreasing; or None. One call may have
-            sequences of one query and of many.
-        num_splits: into how many parts the keys of a sequence are split, which run in parallel and are merged; None
-            lets the backend choose, from shapes and lengths, without waiting for the device. With 1 a row's result has
-            the same bits whatever else is in the batch, and however many of its neighbours come in the same call.
-        q_offset: where rows stand, as in `Dense` or, with cu_seqlens_q, in `Packed`. None stands for the keys in use
-            less the query rows: the last row stands where the last key does.
-        k_offset: where keys stand: an int or a tensor (b,). It needs q_offset.
-        shared_pages: how many pages all sequences have in common: the first columns of block_table, read in row 0. The
-            meaning is that of 0. The common pages are read once for all sequences, where nothing but lengths tells
-            these apart; `explain` says whether they are. Shorter sequences end inside of them.
-        slots: in place of block_table, the rows of the cache that each query row sees: (b, s_q, n) int32 or int64 with
+            never used. Page numbers out of range are clamped.
+        seqused_k: (b,) integer tensor: the number of keys of each sequence, at most `width * page_size`.
+        cu_seqlens_q: (b + 1,): 0, then the end of each sequence of q; or None. One call may have sequences of one query
+            and of many.
+        num_splits: the number of parts into which the keys of a sequence are split. Parts run in parallel and are
+            merged. With None the backend chooses by shapes, without waiting for the device. With 1 a row's bits do
+            not depend on the rest of the batch.
+        q_offset: positions of rows, as in `Dense` or, with cu_seqlens_q, in `Packed`. None is the number of keys in use
+            less the number of query rows: the last row has the position of the last key.
+        k_offset: positions of keys: an int or a tensor (b,). It needs q_offset.
+        shared_pages: the number of pages that all sequences have in common: the first columns of block_table, taken
+            from row 0. The result is that of 0. Common pages are read once for all sequences if these differ in
+            nothing but lengths; `explain` says so. Shorter sequences end inside of the common pages.
+        slots: the rows of the cache that each query row sees, instead of block_table: (b, s_q, n) int32 or int64 with
             seqused_k (b, s_q), or (t_q, n) and (t_q,) for queries (t_q, h_q, d). Slot `n` is row `n % page_size` of
-            page `n // page_size`, as `append_kv` numbers them, for all heads. The first seqused_k of a row count. Slots
-            outside of the cache name nothing; one that comes again counts again. Such calls have no masks, offsets and
+            page `n // page_size`, as in `append_kv`, for all heads. The first seqused_k slots of a row count. Slots
+            outside of the cache are ignored, and repeated ones count again. Such calls have no mask, offsets or
             shared_pages, and no functions of b, q_idx or kv_idx.
 
     Raises:
-        ValueError: tensors that are not integer ones of these shapes, num_splits below 1, or more shared pages than
-            columns; where lengths are read, as on a CPU, those that are negative or beyond the table, and pages that
-            are not shared.
+        ValueError: tensors are not integer tensors of these shapes, num_splits is below 1, or there are more shared
+            pages than columns. On a CPU, which reads tensors, also if lengths are negative or beyond the table, or
+            pages are not shared.
 
     Source: Kwon et al., PagedAttention (https://arxiv.org/abs/2309.06180).
 
@@ -169,7 +180,8 @@ class Paged(Layout):
         return x if self.cu_seqlens_q is None else x.squeeze(0)
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
-        """What is wrong with q, (b, s_q, h_q, d) or (t_q, h_q, d), and the caches; `name` is q's in the text."""
+        """Why the shapes of q, (b, s_q, h_q, d) or (t_q, h_q, d), and of the caches are wrong, or None. `name`: q's
+        name."""
         ragged, b = self.cu_seqlens_q is not None, self.sequences
         if len(q) != (3 if ragged else 4) or not len(k) == len(v) == 4:
             shape = "with cu_seqlens_q must be (t, h, d)" if ragged else "must be (b, s, h, d)"
@@ -228,7 +240,7 @@ class Paged(Layout):
         return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(offsets)
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
-        """With s_q = 0 where the host does not know the rows of the longest sequence."""
+        """The sizes, with s_q = 0 if the host does not know the longest sequence."""
         s_q, offsets = q.shape[1], self.cu_seqlens_q
         if offsets is not None:
             s_q = int(offsets.diff().max()) if self.sequences and self.knows_rows else 0
@@ -292,7 +304,7 @@ class Paged(Layout):
 
 @dataclass(frozen=True, eq=False)
 class CacheSlots:
-    """Where new rows are written: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere.
+    """The slots of new rows: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere.
 
     Raises:
         ValueError: tensors that are not integer ones, or not of one shape.
@@ -318,14 +330,14 @@ class CacheSlots:
         return [x for x in (self.slot_mapping, self.positions) if x is not None]
 
     text = "slots"
-    """In the place of a layout's text."""
+    """Stands for a layout's text."""
 
     def canonical(self, x: Tensor) -> Tensor:
         """A (b, h, s, d) view of rows (b, s, h, d) or (t, h, d), or of a cache."""
         return x.transpose(1, 2) if x.dim() == 4 else x.transpose(0, 1).unsqueeze(0)
 
     def shape_error(self, new: torch.Size, k: torch.Size, v: torch.Size, name: str) -> str | None:
-        """What is wrong with the shapes of new rows and of the caches."""
+        """Why the shapes of new rows and of the caches are wrong, or None."""
         if len(new) not in (3, 4) or not len(k) == len(v) == 4:
             return (
                 f"with slot_mapping {name} must be (t, h, d) or (b, s, h, d), and the caches (pages, page_size, h, d)"

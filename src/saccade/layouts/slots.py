@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.layouts.offsets import check_offsets, has_values, shortened
 from saccade.layouts.paged import Paged
-from saccade.layouts.validate import cache_error, head_error
+from saccade.layouts.validate import cache_error, check_offsets, has_values, head_error, shortened
 from saccade.masks import ListedSlots, Mask
 from saccade.scores import Sizes
 

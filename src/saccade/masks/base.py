@@ -28,49 +28,48 @@ if TYPE_CHECKING:
 UNBOUNDED = (1 << 30) - 4
 
 COMBINATIONS: dict[str, Callable[..., Mask]] = {}
-"""What `&`, `|` and `~` make of masks; combine.py fills it."""
+"""The functions of `&`, `|` and `~`; combine.py fills it."""
 
 
 class Mask:
-    """A set of (query, key) pairs that may attend; `&`, `|` and `~` combine masks, `print` draws one."""
+    """A set of (query, key) pairs that may attend. `&`, `|` and `~` combine masks; `print` draws one."""
 
     kind: ClassVar[str]
 
     FLAT: ClassVar[dict[str, dict[str, type]]] = {}
-    """Of a leaf, for each identity that it may have: the fields that pass through a registered operator."""
+    """For each identity of a leaf: the fields that pass through a registered operator."""
 
     exact: bool = True
-    """Whether `hull` is the whole truth, so that nothing has to be tested inside it."""
+    """Whether a row sees every key inside `hull`."""
 
     has_lower_bound: bool = True
     """Whether a row may have masked keys before its first visible one."""
 
     block_sparse: bool = False
-    """Whether block sparsity says which tiles are empty, which intervals cannot."""
+    """Whether block sparsity finds empty tiles that intervals cannot describe."""
 
     of_shape: bool = False
-    """Whether it is for calls of one shape, all of whose rows are in use."""
+    """Whether the mask is for calls of one shape with all rows in use."""
 
     bounds_per_row: bool = False
-    """Whether tensors give each row its keys, anew in each call: nothing that is made of them is kept, and they do not
-    say which rows see a key."""
+    """Whether tensors give each row its keys. Each call reads them anew, and nothing made of them is kept."""
 
     length: int | None = None
-    """The sequence length that the mask itself knows."""
+    """The sequence length that the mask requires, or None."""
 
     indices: frozenset[str] = frozenset()
     """Which of b and h it depends on, apart from the lengths in use."""
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Elementwise, broadcast: may query `q_idx` of batch row `b` and query head `h` attend to key `kv_idx`?"""
+        """bool, broadcast: whether query `q_idx` of batch row `b` and query head `h` sees key `kv_idx`."""
         raise NotImplementedError
 
     def hull(self, extent: Extent) -> Interval:
-        """Outside of it a row sees nothing. Not yet clipped to the keys that exist."""
+        """The interval outside of which a row sees nothing. It is not clipped to the existing keys."""
         raise NotImplementedError
 
     def core(self, extent: Extent) -> Interval:
-        """Inside of it a row sees everything."""
+        """The interval inside of which a row sees everything."""
         return self.hull(extent)
 
     def leaves(self) -> Iterator[Mask]:
@@ -78,8 +77,8 @@ class Mask:
 
     @property
     def identity(self) -> str:
-        """The kind, with a name for every program in it: masks with the same one, and the same `has_lower_bound`, run
-        the same kernels."""
+        """The kind, with the name of each program in it. Masks with equal identity and equal `has_lower_bound` run the
+        same kernels."""
         return self.kind
 
     @property
@@ -94,7 +93,7 @@ class Mask:
 
     @property
     def numbers(self) -> Hashable:
-        """Both as a key holds them, by their bits: a function may divide by 0.0, which is equal to -0.0."""
+        """The ints and floats as a key holds them: floats by their bits, since 0.0 equals -0.0."""
         return *self.ints, *(x.hex() for x in self.floats)
 
     @property
@@ -108,11 +107,11 @@ class Mask:
 
     @classmethod
     def of_fields(cls, **fields: Any) -> Mask:
-        """The leaf of these fields, which are those of one identity in `FLAT`."""
+        """The leaf with these fields of one identity in `FLAT`."""
         return cls(**fields)
 
     def shape_error(self, sizes: Sizes) -> str | None:
-        """What keeps it from being the mask of a call of this shape, or of b sequences of at most these lengths."""
+        """Why the mask does not fit a call of these sizes, or None."""
         errors = (leaf.shape_error(sizes) for leaf in self.leaves() if leaf is not self)
         return next(filter(None, errors), None)
 
@@ -143,7 +142,7 @@ class Mask:
         return self._combined("|", other)
 
     def _combined(self, sign: str, other: Any) -> Mask:
-        """With a mask, or with what `attention` takes for one. Both signs are commutative."""
+        """The combination with a mask, or with what `attention` takes for one. Both signs are commutative."""
         if other is None:
             return NotImplemented
         other = other if isinstance(other, Mask) else COMBINATIONS["mask"](other)
@@ -206,7 +205,7 @@ class Mask:
         return "\n".join([repr(self), *(" ".join(seen if cell else masked for cell in row) for row in rows)])
 
     def plot(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0, ax: Axes | None = None) -> Axes:
-        """The same picture with matplotlib; returns the axes."""
+        """Matplotlib axes with the same picture."""
         import matplotlib.pyplot as plt
 
         s_q = s_q or self._size() or 64

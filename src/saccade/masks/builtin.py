@@ -30,7 +30,7 @@ class Window(Mask):
     floats: ClassVar[Any] = ()
     ints: ClassVar[Any] = ()
     bounds: ClassVar[Any] = (0, 0)
-    """With UNBOUNDED for None."""
+    """The bounds, with UNBOUNDED for None."""
 
     def __post_init__(self) -> None:
         bounds = tuple([UNBOUNDED if x is None else x for x in (self.left, self.right)])

@@ -76,7 +76,7 @@ class Combined(Mask):
 
 
 class And(Combined):
-    """Both."""
+    """The pairs that all parts see."""
 
     def _text(self, words: list[str]) -> str:
         pairs = zip(words, self.parts, strict=True)
@@ -115,7 +115,7 @@ class Or(Combined):
 
 
 class Not(Combined, PredicateMask):
-    """What its one part masks. Block sparsity says where that is nothing."""
+    """The pairs that its part masks. Block sparsity finds tiles that it masks wholly."""
 
     @property
     def block_sparse(self) -> bool:
@@ -318,7 +318,7 @@ def of_one_sequence(mask: Mask, sequence: Tensor | None, shape: tuple[int, int])
 
 
 def programs(identity: str) -> list[Any]:
-    """What has to be kept alive besides tensors, so that `from_tensors` finds it."""
+    """The objects besides tensors that must stay alive for `from_tensors`."""
     return [*map(scores.program_of, program_names(identity))]
 
 

@@ -46,7 +46,7 @@ class Extent(NamedTuple):
     """query heads of the call, if it is known"""
 
     def at(self, positions: Positions | None) -> Extent:
-        """The same with these positions of a batch."""
+        """The same extent with positions."""
         if positions is None:
             return self
         q, k = (
@@ -61,11 +61,11 @@ class Extent(NamedTuple):
         return self.p is not None and self.k is not None and max(self.p.shape[0], self.k.shape[0]) > 1
 
     def q_position(self, b: Tensor, q_idx: Tensor) -> Tensor:
-        """What functions of the indices call row q_idx of batch row b; all broadcast."""
+        """The index by which functions know row q_idx of batch row b; all broadcast."""
         return q_idx if self.p is None else at(self.p, b, q_idx)
 
     def k_position(self, b: Tensor, kv_idx: Tensor) -> Tensor:
-        """The same of a key."""
+        """The index by which functions know a key."""
         return kv_idx if self.k is None else kv_idx + self.first_key(b)
 
     def diagonal(self, b: Tensor, q_idx: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Extent(NamedTuple):
         return at(self.p, b, q_idx) - self.first_key(b)
 
     def diagonals(self) -> Tensor:
-        """The same of every row, (b or 1, s_q)."""
+        """The index of every row, (b or 1, s_q)."""
         if self.p is None or self.k is None:
             return self.q_idx() + self.keys - self.rows
         return self.p - self.k

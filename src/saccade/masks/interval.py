@@ -89,7 +89,7 @@ class KeyInterval(Mask):
         return self.each(those)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> KeyInterval:
-        """The same with its tensors changed."""
+        """The same interval with each tensor changed."""
         start, stop = (change(x) if isinstance(x, Tensor) else x for x in (self.start, self.stop))
         return KeyInterval(start, stop, self.open_start)
 
@@ -97,7 +97,8 @@ class KeyInterval(Mask):
         return self.bounds_error(sizes.b, sizes.s_q)
 
     def bounds_error(self, b: int, rows: int, end_to_end: bool = False) -> str | None:
-        """What is wrong with the bounds' shapes, for b batch rows of so many rows, or b sequences of so many in all."""
+        """Why the bounds' shapes are wrong, for b batch rows of so many rows or b sequences of so many in all, or
+        None."""
         for name, x in zip(("stop", "start"), (self.stop, None if self.open_start else self.start), strict=True):
             if not isinstance(x, Tensor):
                 continue

@@ -116,7 +116,7 @@ class MaskMod(PredicateMask):
 def sequences_shape_error(
     name: str, shape: tuple[int, ...], sizes: scores.Sizes, broadcast: bool = False
 ) -> str | None:
-    """What is wrong with the shape of a mask for sequences, or None."""
+    """Why the shape of a mask does not fit sequences, or None."""
     b, h, s_q, s_k, _ = sizes
     long_enough = (n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], (s_q, s_k), strict=True))
     if arguments.broadcasts(shape[:2], (b, h)) and all(long_enough):
@@ -139,14 +139,14 @@ class Written(MaskMod):
 
     @property
     def predicate(self) -> Any:
-        """Of this moment."""
+        """The mask with its function traced now."""
         return scores.predicate(self.fn, self.name)
 
     def bound(self) -> Mask:
         return MaskMod(self.predicate, self.form)
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """By the user's own function."""
+        """Whether a query sees a key, by the user's function."""
         return scores.evaluated(self.fn, b, h, extent.q_position(b, q_idx), extent.k_position(b, kv_idx))
 
     def __eq__(self, other: object) -> bool:
@@ -215,7 +215,7 @@ class OfRow(WrappedMask):
 
 
 def as_mask(mask: Any) -> Mask | None:
-    """What `attention` takes as its mask: a Mask, a bool tensor, or a BlockMask of torch.
+    """The Mask of what `attention` takes as one: a Mask, a bool tensor, or torch's BlockMask.
 
     Raises:
         TypeError: anything else.

@@ -32,7 +32,7 @@ from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import Layout, view_layout
 from saccade.ops import execution, replay
 from saccade.ops.replay import CallKey
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 
 class SingleLevel(torch.autograd.function._SingleLevelFunction):
@@ -43,7 +43,7 @@ class SingleLevel(torch.autograd.function._SingleLevelFunction):
 
 
 Needed = tuple[Static, list[Any], Hashable]
-"""What a backward needs besides tensors: the static part of a call's `split`, its programs, and its part of a key."""
+"""The part of a backward besides tensors: the static part of a call's `split`, its programs, and its part of a key."""
 
 
 def needed_of(static: Static, tensors: Sequence[Tensor | None]) -> Needed:
@@ -86,7 +86,7 @@ class _Attention(SingleLevel):
 
 
 def _save(ctx: Any, needed: Needed, tensors: Sequence[Tensor | None], results: Outputs) -> None:
-    """What the backward needs of a call, and of its results."""
+    """The tensors of a call and of its results that the backward needs."""
     out, lse, max_scores = results
     ctx.static, ctx.programs, ctx.tail = needed
     ctx.save_for_backward(out, lse, *tensors[:3], *savable(tensors[3:]))
@@ -96,7 +96,7 @@ def _save(ctx: Any, needed: Needed, tensors: Sequence[Tensor | None], results: O
 
 
 class _Eager(torch.autograd.Function):
-    """The same past the dispatcher: where no mode or transform may see what a call does."""
+    """The same without the dispatcher, for calls that no mode or transform watches."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Outputs], needed: Needed, *tensors: Tensor) -> Any:
@@ -115,7 +115,7 @@ vLLM on a CPU asks all that modules hold for their attributes, which it cannot g
 
 
 def eager(call: Call, backend: str, run: Callable[[], Outputs], found: CallKey | None) -> Outputs:
-    """What `run` returns, with gradients.
+    """The results of `run`, with gradients.
 
     Args:
         found: the call by its arguments, if it has a key.
@@ -131,7 +131,7 @@ def eager(call: Call, backend: str, run: Callable[[], Outputs], found: CallKey |
 
 
 def replayed(found: CallKey) -> Outputs | None:
-    """What an earlier call of this key did, with gradients; None where the call takes the long way."""
+    """The results of the replay of an earlier call with this key, with gradients; None if there is no replay."""
     replay = found.replay
     if replay is None or replay.static is None or not replay.ready():
         return None

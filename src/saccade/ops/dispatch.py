@@ -12,8 +12,8 @@ from saccade.call import Call
 from saccade.call.spec import Spec
 from saccade.ops.score_windows import move_to_mask
 from saccade.util import hardware
+from saccade.util.arguments import Unsupported
 from saccade.util.caches import BoundedCache
-from saccade.util.errors import Unsupported
 
 # "auto" takes the first that can and is not `slower_than_next`; cuDNN and the reference run only when they are named.
 BACKENDS = ("gluon", "triton", "cpu")

@@ -1,4 +1,4 @@
-"""From a Call, or the arguments of an operator, to a backend: replayed, or planned and run.
+"""Runs a Call, or the arguments of an operator, on a backend: by replay, or by a plan.
 
 The kernels of the registered operators take the arguments of their schemas.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.backends import Outputs, Saved
 from saccade.call import Call, unflatten
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.call.descale import EIGHT_BITS
 from saccade.masks import MaskMod, Selected
 from saccade.ops import dispatch, replay, shared_pages
@@ -172,7 +172,7 @@ def backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *argum
 def backward_of(
     found: CallKey | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> BackwardResults:
-    """The same of a backward, whose first arguments are dout, dlse, out and lse."""
+    """The same for a backward. Its first arguments are dout, dlse, out and lse."""
     if found is None or (results := found.again()) is None:
         results = computed_gradients(found, given, flat, wanted)
     dout, (dq, dk, dv, *others) = given[0], results
@@ -187,7 +187,7 @@ def backward_of(
 def computed_gradients(
     found: CallKey | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """Those of a call by its results: dq, dk, dv, dsink, and those of captured tensors.
+    """The gradients of a call: dq, dk, dv, dsink, and those of captured tensors.
 
     Args:
         found: the backward, if it has a key, to be recorded.

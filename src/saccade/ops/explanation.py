@@ -87,7 +87,7 @@ class Explanation:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
-        """The same for programs, in what JSON has.
+        """The explanation as a dict of JSON's types.
 
         >>> found = explain("fp32 d64 causal cpu").as_dict()
         >>> found["backend"], found["gradient"], found["reasons"]["gluon"][0]
@@ -142,7 +142,7 @@ def _plan_if_any(call: Spec | Call, backend: str, gradient: bool = False) -> dis
 
 
 def _pays(spec: Spec, backend: str | None) -> str | None:
-    """Where 8-bit operands do not pay, with the row that says so."""
+    """A note for calls where 8-bit operands are not faster, with the measured row."""
     if spec.device != "sm90" or backend is None or not (spec.dtype.startswith("fp8") or spec.kv):
         return None
     if spec.kv:

@@ -238,7 +238,7 @@ _APART = (
 
 
 def _slots(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged | CacheSlots:
-    """Where new rows belong."""
+    """The layout or slots of new rows."""
     if slot_mapping is None:
         if not isinstance(layout, Paged):
             raise TypeError(f"append_kv needs a Paged layout, or None with slot_mapping=…, got {layout!r}")
@@ -300,7 +300,7 @@ def _refuse_shared(k_cache: Tensor, v_cache: Tensor, new: dict[str, Tensor]) -> 
 
 
 def _factors(descale: Any, slots: Paged | CacheSlots, k_cache: Tensor, k_new: Tensor) -> Factors:
-    """What the bytes of new rows are to be multiplied by."""
+    """The factors of the bytes of new rows."""
     if descale is None:
         return Factors()
     if not isinstance(descale, Descale):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Outputs
-from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, outline
+from saccade.call import SCHEMA, Call, flatten, needs_gradient, operator, outline, unflatten
 from saccade.call.descale import EIGHT_BITS
 from saccade.layouts import empty_like_rows
-from saccade.ops import autograd, execution, flops, replay, vmap
+from saccade.ops import autograd, execution, replay, vmap
 from saccade.ops.autograd import refuse_gradients
 from saccade.ops.execution import execute
 from saccade.ops.replay import CallKey
@@ -89,14 +89,14 @@ def run_directly(call: Call, backend: str, lse: bool, found: CallKey | None = No
 
 
 def replayed(found: CallKey) -> Outputs | None:
-    """What an earlier call of this key did, done again; None where the call takes the long way."""
+    """The results of the replay of an earlier call with this key; None if there is no replay."""
     if found.needs_gradient:
         return autograd.replayed(found)
     return cast("Outputs | None", found.again())
 
 
 def run_by_operator(call: Call, backend: str, lse: bool) -> Outputs:
-    """The same by the dispatcher."""
+    """The same through the dispatcher."""
     out, flat = call.given[3], flatten(call, backend)
     if out is None:
         return operator("forward", flat)(*flat, bool(lse))
@@ -203,7 +203,42 @@ for _overload in OVERLOADS:
         implement(_name + _overload, _derivative, "Autograd")
         torch.library.register_fake(f"saccade::{_name}{_overload}", _fake, lib=library)
         torch.library.register_vmap(f"saccade::{_name}{_overload}", _batched, lib=library)
-after_import("torch.utils.flop_counter", flops.register)  # which imports triton
 if torch._C._parse_dispatch_key("Batched"):  # the older vmap's, as long as torch has it
     for _overload in OVERLOADS:
         library.impl("backward" + _overload, vmap.of_older_vmap(vmap.backward), "Batched")
+
+
+# Flop formulas of the operators, for `torch.utils.flop_counter`: masked pairs are counted too, as torch does.
+
+
+def register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for formula in (forward, forward_out, backward):
+        operator = getattr(torch.ops.saccade, formula.__name__)
+        register_flop_formula(operator, get_raw=True)(formula)  # pyright: ignore[reportArgumentType]
+
+
+def forward(*args: Any, **_: Any) -> int:
+    scores, values = _products(*args[:-1])
+    return 2 * (scores + values)
+
+
+def forward_out(out: Any, *args: Any, **_: Any) -> int:
+    return forward(*args)
+
+
+def backward(dout: Any, dlse: Any, out: Any, lse: Any, *args: Any, **_: Any) -> int:
+    scores, values = _products(*args[:-1])
+    return 2 * (3 * scores + 2 * values)
+
+
+def _products(*flat: Any) -> tuple[int, int]:
+    """Multiply-adds of q k^T and of p v."""
+    call, _ = unflatten(*flat)
+    q, k, v, _ = call.given
+    pairs = call.layout.pairs(q, k)
+    return pairs * q.shape[-1], pairs * v.shape[-1]
+
+
+after_import("torch.utils.flop_counter", register_flops)  # which imports triton

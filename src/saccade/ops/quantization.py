@@ -12,7 +12,7 @@ from saccade.backends import Quantization, backend_module
 from saccade.call import needs_gradient
 from saccade.call.descale import BLOCK, EIGHT_BITS, WIDER, Descale
 from saccade.layouts import Dense, Layout, Paged
-from saccade.layouts.offsets import check_offsets, shortened
+from saccade.layouts.validate import check_offsets, shortened
 from saccade.ops import autograd, replay
 from saccade.util import arguments, hardware
 
@@ -28,7 +28,7 @@ ORDERS = "rows", "keys"
 
 
 class Quantized(NamedTuple):
-    """What `quantize` returns: operands of `attention`, and the factors that go with them."""
+    """The result of `quantize`: operands of `attention`, and their factors."""
 
     q: Tensor | None
     """8 bits, in the shape and memory order of q; None where no q was given"""
@@ -148,7 +148,7 @@ def quantize(
 
 
 class _RowSpans(NamedTuple):
-    """Where the rows of q, or of k and v, are."""
+    """The rows of q, or of k and v, in memory."""
 
     side: str
     starts: Tensor | None

@@ -43,10 +43,10 @@ _HALF_OR_LESS = {torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float
 
 
 class Kept(Protocol):
-    """What a backend makes of a recorded call."""
+    """A backend's replay of a recorded call."""
 
     static: tuple[Any, bool] | None
-    """Of a forward with gradients: what its backward needs besides tensors, and whether there is a sink."""
+    """For a forward with gradients: the part of its backward besides tensors, and whether there is a sink."""
 
     def ready(self) -> bool:
         """Whether it may run now."""
@@ -62,7 +62,7 @@ class Kept(Protocol):
 
 
 class _Unready(NamedTuple):
-    """In the place of a replay."""
+    """Stands for a replay that does not exist."""
 
     word: str
     static: tuple[Any, bool] | None = None
@@ -95,7 +95,7 @@ class CallKey(NamedTuple):
     """what an earlier call left, or None"""
     needs_gradient: bool = False
     dropout_p: float = 0.0
-    """Where each call draws a state of dropout, which becomes its last operand."""
+    """The p of dropout. Each call draws a state, which becomes its last operand."""
 
     def again(self) -> Sequence[Tensor | None] | None:
         """The results of a call without gradients, or None where it takes the long way."""
@@ -179,7 +179,7 @@ def _distances(tensors: Sequence[Tensor], addresses: Sequence[int], written: int
 
 
 def _settings(q: Tensor) -> Hashable:
-    """What kernels of a dtype depend on besides a call."""
+    """The settings of torch that kernels of a dtype depend on."""
     return q.dtype in _HALF_OR_LESS or torch.backends.cuda.matmul.fp32_precision
 
 
@@ -357,7 +357,7 @@ def of_backward(given: Sequence[Any], arguments: Sequence[Any], wanted: Sequence
 def of_saved(
     given: Sequence[Any], tensors: Sequence[Tensor | None], tail: Hashable | None, wanted: Sequence[bool]
 ) -> CallKey | None:
-    """The same by what autograd saves of a call: its tensors, and its `tail_of`."""
+    """The same key from what autograd saves: the call's tensors, and its `tail_of`."""
     if tail is None or watched():
         return None
     operands = [x for x in (*given, *tensors) if x is not None]
@@ -368,7 +368,7 @@ def of_saved(
 
 
 def tail_of(static: Static) -> Hashable | None:
-    """What an operator takes besides tensors, as a key holds it; None where the host reads tensors."""
+    """The part of an operator's arguments besides tensors, as a key holds it; None if the host reads tensors."""
     captures, header, ints, floats = static
     return None if _is_read(header) else (captures, header, *ints, *map(float.hex, floats))
 

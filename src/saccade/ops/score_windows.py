@@ -62,7 +62,7 @@ class ScoreSplit(NamedTuple):
 
     bounds: tuple[DistanceBound, ...]
     values: tuple[float | int, ...]
-    """What masked keys score: a float, or which of the program's numbers."""
+    """The score of masked keys: a float, or the index of one of the program's numbers."""
     complete: bool
     """Whether the bounds alone decide. Otherwise some keys inside of them are masked too, and only -inf will do."""
     rest: Program | None
@@ -72,7 +72,7 @@ class ScoreSplit(NamedTuple):
     alike: tuple[tuple[DistanceBound, DistanceBound], ...]
     """Bounds that were taken for one another, as their numbers were equal: the rest is right where they are."""
     bands: BoundedCache[Any, VisibleBand | None]
-    """By the program's numbers."""
+    """The bounds at the program's numbers."""
 
     def band(self, numbers: tuple[Any, ...]) -> VisibleBand | None:
         """None where masked keys might have a weight."""
@@ -362,7 +362,7 @@ class _Affine(NamedTuple):
 
 
 def _largest(program: Program, numbers: Sequence[Any]) -> float:
-    """What the absolute of a program's value never exceeds, by interval arithmetic; inf where nothing is known."""
+    """An upper bound of a program's absolute value, by interval arithmetic; inf if unknown."""
     spans: dict[fx.Node, tuple[float, float]] = {}
 
     def span(x: Any) -> tuple[float, float]:
@@ -397,7 +397,7 @@ WHOLE_SCORES = ("cudnn", "reference")
 
 
 def move_to_mask(call: Call, backend: str) -> Call:
-    """The same Call with what its score masks in its mask, where that is possible."""
+    """The Call with a window in its mask instead of masking scores, if possible; else the Call itself."""
     split = window_and_rest(call, backend)
     if split is None:
         return call

@@ -173,7 +173,7 @@ def _sequence_of_rows(starts: Tensor, t_q: int) -> Tensor:
 
 
 def _positions_of_rows(call: Call, sequence: Tensor | None) -> Tensor:
-    """Where each row stands: (1, b s_q) of a batch, (t_q,) of queries end to end."""
+    """The position of each row: (1, b s_q) of a batch, (t_q,) of queries end to end."""
     layout, positions, s_q = call.layout, call.positions, call.q.shape[2]
     row = torch.arange(s_q, device=call.q.device, dtype=torch.int32)
     starts = layout.cu_seqlens_q
@@ -191,7 +191,7 @@ def _positions_of_rows(call: Call, sequence: Tensor | None) -> Tensor:
 
 
 def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
-    """Those of the prefix and of each sequence's own keys."""
+    """The two calls: over the prefix, and over each sequence's own keys."""
     blocks = keys // BLOCK
 
     def first(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def _factors(descale: Factors, keys: int) -> tuple[Factors, Factors]:
 
 
 def forward(call: Call, planned: list[Part], lse: bool) -> Outputs:
-    """What the plain call's `run_forward` returns, by its `parts`."""
+    """The results of the plain call, computed by its `parts`."""
     module = planned[0][0].module
     together = getattr(module, "run_parts", None) if all(plan.module is module for plan, _ in planned) else None
     if together is not None:

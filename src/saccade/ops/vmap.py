@@ -52,13 +52,13 @@ def backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
 
 
 class Info(NamedTuple):
-    """What a rule is told."""
+    """The arguments of a rule."""
 
     batch_size: int
 
 
 def of_older_vmap(rule: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-    """The same for tensors that torch's older vmap, which `is_grads_batched` still is, has batched."""
+    """The same for tensors that torch's older vmap has batched, as `is_grads_batched` does."""
 
     def batched(*arguments: Any) -> Any:
         levels: set[int] = set()
@@ -94,7 +94,7 @@ def _dims(x: Any, plain: Any) -> Any:
 
 
 _LEVELS = 64
-"""As many as torch has."""
+"""The levels that torch has."""
 
 
 def _plain(x: Tensor) -> tuple[int, Tensor]:
@@ -183,7 +183,7 @@ def one_by_one(operator: Any) -> Callable[..., tuple[Any, Any]]:
 
 
 def register(library: torch.library.Library, name: str, rule: Callable[..., tuple[Any, Any]]) -> None:
-    """For both of torch's."""
+    """Registers a rule with both of torch's vmaps."""
     torch.library.register_vmap(f"{library.ns}::{name}", rule, lib=library)
     if torch._C._parse_dispatch_key("Batched"):  # the older one's, as long as torch has it
         library.impl(name, of_older_vmap(rule), "Batched")

@@ -22,19 +22,19 @@ Function = Callable[..., Tensor]
 
 
 class ScoreMod:
-    """`score -> fn(score, b, h, q_idx, kv_idx, *tensors)`: a function of the score with the tensors that it captures.
+    """`score -> fn(score, b, h, q_idx, kv_idx, *tensors)`: a score function and the tensors that it captures.
 
-    `attention` takes any callable; this record takes a derivative of your own too, and tensors by name.
+    `attention` takes any callable. A ScoreMod may also have its own derivative, and it names its tensors.
 
     Args:
-        fn: pointwise torch operations on score, the indices and reads of the tensors at computed indices. The five are
-            tensors that broadcast to a tile of scores; the indices are integers: batch row, query head, query, key.
-        tensors: captured tensors, on q's device; every one that requires a gradient gets one.
-        bprop: `bprop(grad, score, b, h, q_idx, kv_idx, *tensors) -> grad of score`, in place of autograd's.
-            It is compared with autograd's on numbers when it is first used.
+        fn: a function of pointwise torch operations. `score` and the indices (batch row, query head, query, key) are
+            tensors that broadcast to a tile of scores. It may read the tensors at computed indices.
+        tensors: the captured tensors, on q's device. Those that require a gradient get one.
+        bprop: `bprop(grad, score, b, h, q_idx, kv_idx, *tensors) -> grad of score`, which replaces autograd's. Its
+            first use compares it with autograd's.
 
     Raises:
-        TypeError: fn is not callable, or an argument is not a tensor.
+        TypeError: fn is not callable, or a captured argument is not a tensor.
 
     >>> slopes = torch.tensor([0.5, 0.25])
     >>> alibi = ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score + slopes[h] * (kv_idx - q_idx), slopes)
@@ -44,7 +44,7 @@ class ScoreMod:
     """
 
     kind: str | None = None
-    """Its word in a Spec, if that is not `score(name)`."""
+    """The word in a Spec; None for `score(name)`."""
 
     def __init__(self, fn: Function, *tensors: Tensor, bprop: Function | None = None) -> None:
         if not callable(fn) or not (bprop is None or callable(bprop)):
@@ -58,7 +58,7 @@ class ScoreMod:
         return self.fn(score, b, h, q_idx, kv_idx, *self.tensors)
 
     def sample(self) -> tuple[int, int]:
-        """On how many query rows and keys, from the first on, a derivative of the user's own is checked."""
+        """The numbers of query rows and keys on which the user's derivative is checked."""
         return 16, 16
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class ScoreMod:
 
 
 class WithDerivative:
-    """(score, …) -> the modified score, and the user's derivative of it."""
+    """(score, …) -> the modified score and the user's derivative."""
 
     def __init__(self, mod: ScoreMod) -> None:
         self.fn, self.tensors, self.bprop = mod.fn, mod.tensors, mod.bprop
@@ -78,7 +78,7 @@ class WithDerivative:
 
 
 class Predicate:
-    """(score, …) -> bool: a function of the indices among those of the score."""
+    """(score, …) -> bool: a mask function in the form of a score function."""
 
     def __init__(self, fn: Function) -> None:
         self.fn = fn
@@ -91,8 +91,8 @@ class Predicate:
 
 
 def one_by_one(fn: Function) -> Function:
-    """The function of whole tiles, called as if on single scores, so that rows of captured tensors are not
-    dimensions of the tile."""
+    """A function of tiles that calls `fn` on single scores, by vmap. Rows of captured tensors are then no dimensions of
+    the tile."""
 
     def mapped(score: Tensor, *at: Tensor) -> Tensor:
         single = fn

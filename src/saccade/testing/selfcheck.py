@@ -27,8 +27,7 @@ from saccade import Unsupported, causal
 from saccade.ops import dispatch
 from saccade.testing import accuracy
 from saccade.testing.cases import NAMED, Case
-from saccade.testing.machine import described, device_name
-from saccade.testing.timing import Clock, medians
+from saccade.testing.timing import Clock, described, device_name, medians
 from saccade.util import hardware
 
 # The commonest calls first: time may be over before the last.

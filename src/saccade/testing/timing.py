@@ -7,10 +7,12 @@ overwritten, and a short spin lets the host run ahead, so that the events time t
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -188,3 +190,32 @@ def _paced(one: Timed, watch: Stopwatch, clock: Clock) -> _Pace:
     host = time.perf_counter() - start
     torch.cuda.synchronize()
     return _Pace(repeats, 1e-4 + 1.5 * host * (1 if one.before else repeats))
+
+
+# What a report says of the machine: devices by name, versions, and problems in one line.
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def described(problem: BaseException) -> str:
+    """One line."""
+    lines = str(problem).strip().splitlines() or [""]
+    return f"{type(problem).__name__}: {lines[0]}"[:300]

@@ -21,7 +21,7 @@ from saccade.call.spec import TORCH_DTYPES, Spec
 from saccade.ops import dispatch
 from saccade.testing.cases import Case
 from saccade.testing.offline import stand_in
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 PARTS = "inference", "training", "backward"
 """A forward without an LSE, a forward with one, as a backward needs it, and the backward."""

@@ -1,1 +1,1 @@
-"""What all of the library uses, and nothing else does: caches, arguments, errors, what the machine has."""
+"""Helpers of the whole library: caches, arguments, errors, hardware."""

@@ -1,4 +1,4 @@
-"""Arguments that are not of the type that they should be: refused by name, before anything is done with them."""
+"""The errors of this package that torch and Python lack."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+
+class Unsupported(NotImplementedError):
+    """No backend, or not the one that was named, runs this call; the message holds one line of reason for each."""
+
+    __module__ = "saccade"  # as users import it
+
+
+# Arguments that are not of the type that they should be: refused by name, before anything is done with them.
+
 
 _USUAL = {bool, type(None)}
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -129,7 +139,7 @@ def has_dtensor(*xs: Any) -> bool:
 
 
 def describe(x: Any) -> str:
-    """What an error quotes."""
+    """A description of a value for errors."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return repr(x) if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
@@ -141,7 +151,7 @@ def watched() -> bool:
 
 
 def watched_in_eager() -> bool:
-    """The same where torch.compile is known not to."""
+    """The same where torch.compile is known not to run."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()

@@ -57,7 +57,7 @@ Value = TypeVar("Value")
 
 
 class CacheInfo(NamedTuple):
-    """As of `functools.lru_cache`."""
+    """Counts of a cache, as in `functools.lru_cache`."""
 
     hits: int
     misses: int
@@ -170,7 +170,7 @@ class BoundedCache(Generic[Key, Value]):
 
     @classmethod
     def _renew_locks(cls) -> None:
-        """In a forked process, where threads that held a lock do not exist."""
+        """Replaces locks in a forked process, whose holders do not exist there."""
         for cache in cls._caches:
             cache._lock = threading.RLock()
 

@@ -1,4 +1,4 @@
-"""What this machine's processors can do."""
+"""The processors of this machine and their features."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def triton_obstacle() -> str | None:
-    """What keeps Triton's kernels from running here at all, or None."""
+    """Why Triton's kernels cannot run on this machine, or None."""
     if find_spec("triton") is None:
         return "triton is not installed"
     return None if torch.cuda.is_available() else "needs a GPU, and torch sees none"

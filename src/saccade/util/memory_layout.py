@@ -111,7 +111,7 @@ def _steps(x: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _start(x: Tensor) -> int | None:
-    """Its address; None for tensors without memory, as they are while something traces."""
+    """The tensor's address; None for tensors without memory, as while something traces."""
     try:
         return x.data_ptr() or None
     except RuntimeError:

@@ -19,7 +19,7 @@ from saccade import Packed, attention, causal, ops
 from saccade.backends.hopper.forward import load
 from saccade.backends.hopper.ptx import wait_for_copies
 from saccade.call import check_call
-from saccade.call.arrivals import ArrivalArgs, Arrivals
+from saccade.call.call import ArrivalArgs, Arrivals
 from saccade.distributed import arriving, plan
 from tests.emulator import emulated, inline_asm
 

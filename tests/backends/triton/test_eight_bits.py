@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import Dense, Descale, Packed, alibi, attention, causal, relative_bias, window
-from saccade.backends.device import descale, eight_bits
-from saccade.backends.triton import paged_kernel, paged_slices
+from saccade.backends.device import descale as eight_bits
+from saccade.backends.triton import paged_kernel, paged_tiles
 from saccade.testing import Case, check, paged
 from saccade.util import hardware
 from tests.support import draws
@@ -220,7 +220,7 @@ def _plain_queries(x, scale, descale, b, h, row):
 
 
 def _of_first_block(x, b, h, row):
-    return descale.factor_at(x, b, h, row * 0)
+    return eight_bits.factor_at(x, b, h, row * 0)
 
 
 def _first_slice(x):
@@ -240,7 +240,7 @@ def _bytes_swapped(words, number: tl.constexpr, dtype: tl.constexpr, CONVERTS: t
          "k by its first block", "v by its first block"],
 )  # fmt: skip
 def test_wrong_kernels_are_rejected(name: str, wrong: Any, blocks: int, monkeypatch: pytest.MonkeyPatch):
-    module = paged_slices if hasattr(paged_slices, name) else paged_kernel
+    module = paged_tiles if hasattr(paged_tiles, name) else paged_kernel
     monkeypatch.setattr(module, name, triton.jit(wrong))
     q, k, v, keywords = in_bytes("decode", E4M3, dtype="fp16", b=2, s_k=300)
     shape = (2, 2, keywords["layout"].block_table.shape[1]) if blocks else (2, 2)

@@ -39,7 +39,7 @@ def places_kernel(found, span, heads, s, BLOCK: tl.constexpr, LAST_FIRST: tl.con
     tl.store(place, b)
     tl.store(place + 1, h)
     tl.store(place + 2, start)
-    tl.store(place + 3, positions.place_of(span, tl.program_id(0), heads, start, BLOCK))
+    tl.store(place + 3, positions.table_index(span, tl.program_id(0), heads, start, BLOCK))
 
 
 class Work(NamedTuple):

@@ -45,15 +45,12 @@ def delta(saved: Saved) -> Tensor:
 # Attention in tiles of plain PyTorch operations: one block of query rows against the keys that it can see.
 #
 # A tile holds whole score rows where they fit, as PyTorch's matrix products are fast only on large operands; longer
-# rows
-# are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
+# rows are streamed with the online softmax. Memory is a few tiles for each thread, whatever the lengths.
 #
 # In bfloat16 a score is not rounded: PyTorch has no product of bfloat16 on a CPU that leaves in float32, so that the
-# two
-# whose results are tiles, q k^T and dout v^T, are products of float32, but for scores so small that they may be rounded
-# (`worker.scores_dtype`). The others, whose results are rows, are of bfloat16 where this CPU multiplies those.
-# Everything
-# else is float32: scale, score functions, masks, the softmax, and the gradient of the scores.
+# two whose results are tiles, q k^T and dout v^T, are products of float32, but for scores so small that they may be
+# rounded (`worker.scores_dtype`). The others, whose results are rows, are of bfloat16 where this CPU multiplies those.
+# Everything else is float32: scale, score functions, masks, the softmax, and the gradient of the scores.
 
 
 ALONE = 1 << 18

@@ -29,7 +29,7 @@ from saccade.backends.cudnn.graphs import (
 from saccade.call import Call, aligned
 from saccade.layouts import empty_like_rows
 from saccade.masks import Window
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 
 class UsedRows(NamedTuple):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade import masks
-from saccade.backends.device import intervals, key_lists, positions, scores
+from saccade.backends.device import key_lists, positions, records, scores
 from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
 from saccade.call import Call
 from saccade.layouts import Layout
@@ -216,10 +216,10 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
 _WINDOW = constants(_window_keys, _window_rows, _window_sees, True)
 _PREFIX = constants(_prefix_keys, _prefix_rows, _prefix_sees, True)
 _PREFIXES = constants(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
-_CONSTANT_INTERVAL = constants(intervals.constant_keys, intervals.constant_rows, intervals.constant_sees, True)
+_CONSTANT_INTERVAL = constants(records.constant_keys, records.constant_rows, records.constant_sees, True)
 # Tensors lead from rows to keys alone: `visits.py` turns that round for kernels whose programs own keys.
-_INTERVAL = constants(intervals.interval_keys, _open_of, intervals.interval_sees, True)
-_STOPS = constants(intervals.stop_keys, _open_of, intervals.stop_sees, True)
+_INTERVAL = constants(records.interval_keys, _open_of, records.interval_sees, True)
+_STOPS = constants(records.stop_keys, _open_of, records.stop_sees, True)
 _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
@@ -308,10 +308,10 @@ def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout
         bounds = (runtime_int(x + masks.FARTHEST) for x in (start, stop) if not isinstance(x, Tensor))
         return DeviceMask(*_CONSTANT_INTERVAL, tuple(bounds), has_lower_bound=has_lower_bound)
     if mask.open_start:
-        return DeviceMask(*_STOPS, (intervals.Bound.of(stop, starts),), has_lower_bound=has_lower_bound)
+        return DeviceMask(*_STOPS, (records.Bound.of(stop, starts),), has_lower_bound=has_lower_bound)
     return DeviceMask(
         *_INTERVAL,
-        (intervals.Bound.of(start, starts), intervals.Bound.of(stop, starts)),
+        (records.Bound.of(start, starts), records.Bound.of(stop, starts)),
         has_lower_bound=has_lower_bound,
     )
 

@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches
-from saccade.backends.device.intervals import Bound, number_at
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
-from saccade.backends.device.records import FAR, FARTHEST, FLAGS, constants, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FARTHEST, FLAGS, Bound, constants, number_at, plain_int, runtime_int
 from saccade.call import Call
 from saccade.scores import LONGEST as _LONGEST
 

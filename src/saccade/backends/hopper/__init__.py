@@ -1,4 +1,4 @@
-"""Gluon kernels for Hopper, warp-specialised and fed by bulk copies: forward and backward."""
+"""The backend `gluon`: warp-specialised kernels for Hopper that load by TMA, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saccade.backends.hopper.latent import limits
 from saccade.backends.key_lists import gathers
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 from saccade.masks import KINDS as MASKS
 from saccade.scores import Traced
@@ -36,15 +36,16 @@ WAITS_FOR_KEYS = True
 
 # Which paged calls the forward takes.
 MIN_PAGE_ROWS = 8
-"""Rows of a page that a bulk copy brings at least: those whose places in shared memory are swizzled together."""
+"""The fewest rows of a page that TMA can load: the rows that are swizzled together in shared memory."""
 LEAST_ROWS, LEAST_EIGHT_BIT_ROWS = 17, 64
-"""Mean query rows of a sequence and a key head: with fewer the memory decides, and `triton` is as fast or faster."""
+"""The fewest query rows of a sequence and a key head, in the mean. With fewer memory bandwidth decides, and `triton` is
+as fast or faster."""
 LEAST_ITEMS = 64
-"""Work items, or parts of their keys: with fewer half of an H200 is idle (notes/triton.md)."""
+"""The fewest work items, or parts of their keys. With fewer half of an H200 is idle (notes/triton.md)."""
 
 
 def refusals(call: Call, gradient: bool) -> list[str]:
-    """Why these kernels do not take a call whose Spec they support."""
+    """Reasons against a call whose Spec is supported."""
     layout = call.layout
     if reasons := refused_lists(call):
         return reasons
@@ -73,8 +74,8 @@ def refusals(call: Call, gradient: bool) -> list[str]:
 
 
 def slower_than_next(call: Call) -> str | None:
-    """Measured of a bias that no bulk copies bring: 157 against 125 us and 1151 against 930 for d 64, 222 against 256
-    and 1656 against 1826 for d 128."""
+    """Why "auto" leaves the call to the next backend, or None: lists of keys for few rows, and a bias that TMA cannot
+    load, at d up to 64 (notes/scores.md)."""
     if gathers(call):
         return "triton gathers the keys of lists for few rows, of which a tile of rows visits many more"
     score, d = call.score, max(call.q.shape[3], call.v.shape[3])
@@ -116,12 +117,12 @@ def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | 
 
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
-    from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.device import captured_gradients, merge_kernel
     from saccade.backends.device.key_lists import tabulated
     from saccade.backends.hopper.backward import launch as backward_launch
 
     call = tabulated(call, launches)
-    saved = row_totals.divide_gradients(call, launches, saved, fast=True)
+    saved = merge_kernel.divide_gradients(call, launches, saved, fast=True)
     biases = backward_launch.bias_sums_of(call, saved)
     captured = backward_launch.captured_of(call, saved)
     gradients = backward_launch.backward(call, launches, saved, biases, captured)

@@ -84,12 +84,12 @@ def run_parts(call: Call, parts: Sequence[Part], lse: bool) -> Outputs:
 
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
-    from saccade.backends.device import captured_gradients, row_totals
+    from saccade.backends.device import captured_gradients, merge_kernel
     from saccade.backends.device.key_lists import tabulated
     from saccade.backends.triton import launch
 
     call = tabulated(call, launches)
-    saved = row_totals.divide_gradients(call, launches, saved)
+    saved = merge_kernel.divide_gradients(call, launches, saved)
     biases = launch.bias_sums_of(call, saved)
     gradients = launch.backward(call, launches, saved, biases=biases)
     return *gradients, captured_gradients.gradients(call, launches, saved, biases=biases)

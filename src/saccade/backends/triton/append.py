@@ -62,7 +62,7 @@ def arguments(call: Append, rotated: Tensor | None) -> tuple[Any, ...]:
 
 
 def _slots(layout: Paged | CacheSlots, cache: Tensor) -> tuple[Any, ...]:
-    """What says where rows go: starts, used, slots, positions, pages."""
+    """The arguments that say where rows go: starts, used, slots, positions, pages."""
     if isinstance(layout, Paged):
         starts = None if layout.cu_seqlens_q is None else layout.cu_seqlens_q.contiguous()
         return starts, layout.seqused_k.contiguous(), None, None, page_table(layout, cache)

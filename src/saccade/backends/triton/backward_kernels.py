@@ -47,7 +47,7 @@ from saccade.backends.device.tiles import head, load_tile, store_tile, tile_rang
 
 @aggregate
 class HeadGradients:
-    """What the dk/dv kernel reads of the query rows of one head."""
+    """The query rows of one head, as the dk/dv kernel reads them."""
 
     q: Any
     dout: Any
@@ -151,7 +151,7 @@ def store_dk(dk, base, start, there, live, value, shape):
 
 @triton.jit
 def store_dv(dv, base, start, there, live, value, dropout, shape, column):
-    """The same for dv, from a first column on, after what dropout divides by."""
+    """The same for dv, from a first column on, after dropout's division."""
     if dropout is not None:
         value *= dropout.factor
     value = tl.where(live[:, None], value, 0.0)
@@ -295,9 +295,8 @@ def dq_kernel(
 # dK and dV where sequences may share keys: a program owns a block of all keys, and sums over all that read it.
 #
 # It takes the sequences in their order, so the sums are the same bits in every run, and no memory holds what one
-# sequence
-# adds: its size would depend on how far ranges overlap, which only the device knows. There are as many programs as for
-# one sequence of all keys.
+# sequence adds: its size would depend on how far ranges overlap, which only the device knows. There are as many
+# programs as for one sequence of all keys.
 
 
 CHUNK = tl.constexpr(128)

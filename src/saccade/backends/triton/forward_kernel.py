@@ -7,15 +7,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from saccade.backends.device.descale import factor_at
-from saccade.backends.device.dropout import keep
-from saccade.backends.device.eight_bits import (
+from saccade.backends.device.descale import (
+    factor_at,
     factor_of_block,
     product_scale,
     values,
     wide_queries,
     widened,
 )
+from saccade.backends.device.dropout import keep
 from saccade.backends.device.q_block import (
     add_linear_bias,
     bias_at,
@@ -46,7 +46,7 @@ from saccade.backends.device.tiles import add_sink, log_sum, store_largest
 # The forward kernel: one block of query rows streams over the keys that its mask leaves, with the online softmax.
 
 RAISED = tl.constexpr(256)
-"""What probabilities are multiplied by before they are rounded to 8 bits, so that small ones are normal numbers."""
+"""The factor of probabilities before rounding to 8 bits. It makes small ones normal numbers."""
 
 
 @triton.jit

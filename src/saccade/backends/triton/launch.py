@@ -1,4 +1,4 @@
-"""From a Call to launches: records of strides, tile configs, outputs."""
+"""Launches the portable kernels of a Call: strides, tile configs, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Saved, configs
-from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
+from saccade.backends.device import block_d, descale, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, common_arguments, precision, tile_arguments, tile_grid
 from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.gradients import aligned_rows, sink_gradient, specialised
@@ -91,7 +91,7 @@ DELTA_ROWS = 32
 def operand(call: Call, launches: Launches, name: str, x: Tensor | None = None) -> TensorArgs:
     """q, k or v as kernels take them, or another tensor whose rows they can read. The strides are stored for the next
     Call of the same key, which knows where its operands lie, unless they are those of a copy."""
-    tensor = eight_bits.readable(getattr(call, name) if x is None else x)
+    tensor = descale.readable(getattr(call, name) if x is None else x)
     if name in launches:
         return TensorArgs(tensor, *launches[name])
     args = aligned_rows(launches, tensor) if x is None else TensorArgs.of(tensor)
@@ -102,7 +102,7 @@ def operand(call: Call, launches: Launches, name: str, x: Tensor | None = None) 
 
 KERNELS = {"forward": forward_kernel, "dq": dq_kernel, **dict.fromkeys(BY_KEYS, dkdv_kernel)}
 RANGES_KERNELS = KERNELS | dict.fromkeys(BY_KEYS, ranges_dkdv_kernel)
-"""The same where sequences may share keys."""
+"""The same for sequences that may share keys."""
 
 
 def _launch(name: str, call: Call, launches: Launches, tensors: tuple[Any, ...], tiles: Tiles | None) -> None:
@@ -139,7 +139,7 @@ def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> L
     kernels = KERNELS if call.layout.starts_k is None else RANGES_KERNELS
     constants: tuple[Any, ...] = (shape,)
     if name == "forward":
-        constants += eight_bits.products(call), FLAGS[rising(call)]
+        constants += descale.products(call), FLAGS[rising(call)]
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
 
 

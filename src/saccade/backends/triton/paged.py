@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Part
-from saccade.backends.device import block_d, descale, eight_bits, masks, positions, scores
+from saccade.backends.device import block_d, descale, masks, positions, scores
 from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.merge_kernel import FEW_PARTS, merge_launch
@@ -47,7 +47,8 @@ FULL = 256
 FIXED_ROWS = 64
 """Flat rows of a tile with `num_splits=1`, whatever the number of queries: another tile has other bits."""
 LATENT_TILE = TileConfig(FEW_ROWS, 32, 4, 3)
-"""Where values are read with keys: 36 KB, so that two programs have room. With `num_splits=1` of all as wide keys."""
+"""The tile of values that are read with keys: its 36 KB leave room for two programs. With `num_splits=1` for all
+keys of this width."""
 LONG, FEW = 2048, 2048
 """Keys from which, and sequences below which, it is worth its while to put these in order."""
 
@@ -92,7 +93,7 @@ def reads_once(call: Call) -> bool:
 
 
 def split_kv(call: Call, processors: int) -> SplitKV:
-    """From shapes alone."""
+    """The split of the keys, from shapes alone."""
     layout, h_k = call.layout, call.k.shape[1]
     b, _, s_q, _ = call.q.shape
     flat, sequences_ = s_q * call.group, layout.sequences
@@ -153,7 +154,7 @@ def asks(call: Call) -> bool:
 def _sliced(call: Call, rows: int, block_k: int) -> TileConfig:
     """Tiles of few rows against 8-bit pages: as many bytes as of 16 bits, which blocks of a Descale hold whole, or half
     of them where even these are too few for all multiprocessors."""
-    block_q = FEW_ROWS if rows > LEAST_ROWS or not eight_bits.converts(call.q.device) else LEAST_ROWS
+    block_q = FEW_ROWS if rows > LEAST_ROWS or not descale.converts(call.q.device) else LEAST_ROWS
     half = block_k // 2
     programs = call.layout.sequences * call.k.shape[1] * (
         call.layout.capacity(call.k.shape[2]) // (half * LEAST_TILES)
@@ -224,12 +225,12 @@ def _operands(call: Call, launches: Launches) -> tuple[TensorArgs | None, ...]:
 
 
 def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ...]:
-    """What the kernel takes after its results; `parted`: these are merged with others."""
+    """The kernel's arguments after its results; `parted`: the results are merged with others."""
     q, k, layout = call.q, call.k, call.layout
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     flags = FLAGS[call.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
-    flags = *flags, FLAGS[eight_bits.converts(q.device)], UNITS[split.slices], FLAGS[isinstance(layout, SlotRows)]
+    flags = *flags, FLAGS[descale.converts(q.device)], UNITS[split.slices], FLAGS[isinstance(layout, SlotRows)]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.device_args(call), scores.device_args(call)
     records = *records, descale.device_args(call)

@@ -13,14 +13,13 @@ from torch import Tensor
 from triton import knobs, next_power_of_2
 
 from saccade.backends import Quantization, rotated_elements
-from saccade.backends.device.eight_bits import converts
+from saccade.backends.device.descale import converts
 from saccade.backends.device.launch import Launch, multiprocessors, on_device
 from saccade.backends.device.positions import spans_of
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.device.replay import new_launch_recorder as recorder
 from saccade.backends.triton import quantize_kernel as kernels
-from saccade.backends.triton.mean_kernel import PARTS, mean_kernel, mean_parts_kernel
-from saccade.backends.triton.quantize_kernel import QuantizeShape, QuantizeSizes
+from saccade.backends.triton.quantize_kernel import PARTS, QuantizeShape, QuantizeSizes, mean_kernel, mean_parts_kernel
 from saccade.call.descale import BLOCK
 from saccade.layouts import empty_bytes
 from saccade.util.caches import BoundedCache
@@ -95,7 +94,7 @@ def _launch(name: str, call: Quantization, arguments: tuple[Any, ...]) -> None:
 
 
 class ProgramTile(NamedTuple):
-    """What one program has of a head, and how it is compiled."""
+    """The tile of one program, and how it is compiled."""
 
     rows: int
     """at most a block"""

@@ -14,7 +14,7 @@ from saccade.backends.triton.config import BY_KEYS, WIDE, TileConfig, block_d, k
 from saccade.call import Call
 
 SHARED_BYTES = 227 << 10
-"""What the largest GPU has for one program; a candidate that needs more on a smaller one fails, and is passed over."""
+"""The shared memory of one program on the largest GPU. A candidate that fails on a smaller one is passed over."""
 
 
 class TritonTuneRow(TuneRow):

@@ -18,7 +18,7 @@ from saccade.masks import Mask, causal, interval, window
 from saccade.scores import ScoreMod, compose
 from saccade.scores import softcap as capped
 from saccade.util import arguments
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 BSHD = Dense("bshd")
 

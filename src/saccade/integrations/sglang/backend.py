@@ -13,7 +13,7 @@ from saccade.api import attention
 from saccade.integrations.engine_layers import differences, refuse_differences, score_mod, visible
 from saccade.integrations.sglang import TESTED
 from saccade.layouts import Paged
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 _base = import_module("sglang.srt.layers.attention.base_attn_backend")
 _pools = import_module("sglang.srt.mem_cache.memory_pool")

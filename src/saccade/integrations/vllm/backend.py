@@ -18,7 +18,7 @@ from saccade.integrations.vllm import TESTED
 from saccade.layouts import Paged
 from saccade.ops import dispatch
 from saccade.ops.kv_cache import append_kv
-from saccade.util.errors import Unsupported
+from saccade.util.arguments import Unsupported
 
 _vllm = import_module("vllm.v1.attention.backend")
 _envs = import_module("vllm.envs")

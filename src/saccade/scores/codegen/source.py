@@ -13,9 +13,8 @@ from dataclasses import replace
 from torch import fx
 
 from saccade.scores.codegen.assembly import Read
-from saccade.scores.codegen.distances import by_distance
 from saccade.scores.codegen.emitter import EmitOptions, Emitter
-from saccade.scores.codegen.program import Program
+from saccade.scores.codegen.program import Program, by_distance
 from saccade.scores.tracing.lowering import K, Q, outputs_of
 
 PARAMETERS = "data, score, b, h, q_idx, kv_idx"

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.hopper.backward.args import BackwardArgs, issue_product, issue_sums, no_sums
 from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
 from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
@@ -29,7 +28,15 @@ from saccade.backends.hopper.backward.pipeline import (
     DSExchange,
     Outbox,
 )
-from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.scores import (
+    BackwardArgs,
+    ScoreTile,
+    bounds_of_rows,
+    issue_product,
+    issue_sums,
+    no_sums,
+    spread,
+)
 from saccade.backends.hopper.backward.tile_scheduler import NUMBERS, has_work, read_record
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring
@@ -377,13 +384,12 @@ def store(consumer, desc, x, tiles, slot, sums, factor, block):
 
 # The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
 #
-# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk
-# and dv
-# stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
+# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and
+# dv stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
 # everything transposed so that p and ds are left operands without a detour. dq needs the ds of both consumers, which
 # therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds
-# that
-# half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no addition.
+# that half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no
+# addition.
 #
 # Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
 # the last one is in use, and the next q and dout while the last dk and dv leave.

@@ -17,9 +17,9 @@ from saccade.backends.device.gradients import padded, sink_gradient
 from saccade.backends.device.launch import multiprocessors, on_device, per_row
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.hopper import GRADIENT
-from saccade.backends.hopper.backward.args import BackwardScoreArgs, PackedGradients
 from saccade.backends.hopper.backward.dq import DQSemaphore, rank_kernel
 from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan, share_by_share
+from saccade.backends.hopper.backward.scores import BackwardScoreArgs, PackedGradients
 from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
 from saccade.backends.hopper.tma_launch import counter

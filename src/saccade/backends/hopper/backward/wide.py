@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.hopper.backward.args import BackwardArgs
 from saccade.backends.hopper.backward.dq import (
     PIECE,
     acquire,
@@ -35,7 +34,7 @@ from saccade.backends.hopper.backward.pipeline import (
     THREADS,
     PDSExchange,
 )
-from saccade.backends.hopper.backward.scores import ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.scores import BackwardArgs, ScoreTile, bounds_of_rows, spread
 from saccade.backends.hopper.backward.tile_scheduler import find_kv_block
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, new_barriers, new_ring
@@ -329,10 +328,9 @@ def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constex
 # second consumer    dp = v dout^T  ds = p (dp - delta)   dk += ds q       the other half
 #
 # p and ds are left operands straight from registers, as in the narrow kernel. p goes from the first to the second
-# through
-# shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. That is all
-# that they say to one another. Both halves of dq are added to global memory from registers: shared memory has no room
-# for them beside two stages of q and of dout.
+# through shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. That
+# is all that they say to one another. Both halves of dq are added to global memory from registers: shared memory has no
+# room for them beside two stages of q and of dout.
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])

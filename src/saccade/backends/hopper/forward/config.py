@@ -13,7 +13,7 @@ from saccade.layouts import Paged
 # Schedules of the Hopper kernels: a measured table per GPU, and formulas where it is silent.
 
 SHARED_BYTES = 232_448
-"""What one program may have on sm_90."""
+"""The shared memory of one program on sm_90."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ForwardConfig:
     turns: int
     """1: the consumers issue their products in a fixed rotation."""
     registers: int
-    """Of a consumer's thread."""
+    """Registers of a consumer's thread."""
     loader_registers: int
     spill: int = 0
     """Bytes that ptxas may spill; its row in the table says why that is the fastest all the same."""
@@ -186,7 +186,7 @@ def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConf
 
 
 CAPTURED_CONSUMERS = 2
-"""Of calls whose score function takes tiles of a captured tensor."""
+"""The number of consumers if the score function takes tiles of a captured tensor."""
 LINEAR_SPILL = 24
 """Bytes of a work item's start in Triton 3.6, none of them in a loop."""
 SCORE_SPILL = 160
@@ -195,7 +195,7 @@ against shorter tiles."""
 
 
 def formula(d: int, d_v: int) -> ForwardConfig:
-    """As many consumers, keys and slots as registers and shared memory hold."""
+    """The config with as many consumers, keys and slots as registers and shared memory hold."""
     wide = max(chunks(d) * chunk(d), block_dv(d_v))
     if wide <= 64:
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32)
@@ -222,7 +222,7 @@ LEAST_KEYS = 512
 """Keys that a part has at least."""
 MAX_SPLITS = 64
 START, MERGE = 256, 6
-"""What a part costs besides its keys, in the time of so many keys: its begin and its end, and the merge of an item."""
+"""The fixed cost of a part, in keys: its begin, its end and the merge."""
 
 
 def work_items(call: Call) -> int:

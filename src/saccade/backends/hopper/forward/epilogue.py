@@ -111,14 +111,14 @@ def output(part, weight, args, live):
 
 @gluon.jit
 def normalize(row_max, row_sum, rows, args, live, part=None):
-    """By what acc becomes out, lse and max_scores [64] from the sums [64, 8] of each thread."""
+    """The factor by which acc becomes out, lse, and max_scores, [64] each, from the sums [64, 8] of each thread."""
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     return weights_of_rows(row_max, total, rows, args.sink, live, part)
 
 
 @gluon.jit
 def weights_of_rows(row_max, total, rows, sink, live, part=None):
-    """The same from sums [64]. The sink is one more column, of the first part of the keys, and no score."""
+    """The same from sums [64]. The sink is one more column in the first part of the keys. It is not a score."""
     rule = rows.rule
     row_max = row_max * rule.natural
     if len(rows.factors) == 1:
@@ -178,7 +178,7 @@ def store_out(args, pipe, part, x, corner, there):
 
 @gluon.jit
 def store_by_columns(args, pipe, part, x, corner, there):
-    """The same from out's own place, one half of the columns after the other."""
+    """The same from out's own buffer, half of the columns at a time."""
     ROWS: gl.constexpr = pipe.shape.ROWS
     COLUMNS: gl.constexpr = pipe.shape.OUT_COLUMNS
     buffer = pipe.out.index(part % pipe.shape.CONSUMERS)
@@ -216,7 +216,7 @@ def halves_of_columns(x):
 
 @gluon.jit
 def store_from_slot(args, pipe, part, x, corner, there):
-    """The same from where q was."""
+    """The same from q's buffer."""
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     DTYPE: gl.constexpr = args.out_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_DV], DTYPE)
@@ -270,7 +270,7 @@ def rows_of_item(shape, item, i):
 
 @gluon.jit
 def store_unseeing(args, shape, item):
-    """For one warp: writes the results of a LoadItem whose rows see no key."""
+    """Writes the results of a LoadItem whose rows see no key. One warp calls it."""
     ALL: gl.constexpr = 64 * shape.CONSUMERS
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     first_h = item.h_k * args.group

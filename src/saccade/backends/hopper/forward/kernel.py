@@ -1,4 +1,4 @@
-"""The Hopper forward: one warp loads, and two or three groups of four warps each compute 64 query rows."""
+"""The Hopper forward kernel: a producer warp loads, and two or three consumer warpgroups compute 64 query rows each."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -55,7 +55,7 @@ from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, log2, product_
 
 @aggregate
 class SoftmaxState:
-    """What the online softmax carries from tile to tile."""
+    """The state of the online softmax between tiles."""
 
     acc: Value
     """DV_PARTS of [64, columns]: p v of all tiles but the last"""
@@ -92,7 +92,7 @@ def issue_scores(pipe, part, stage):
 
 @gluon.jit
 def captured_tile(c: gl.constexpr, pipe, stage):
-    """[64, BLOCK_K] of what the score function captures, as a tuple, which is empty where no tiles of it come."""
+    """A 1-tuple of the captured tile [64, BLOCK_K]; () if the score function takes no tiles."""
     if pipe.captured is None:
         return ()
     else:
@@ -103,7 +103,7 @@ def captured_tile(c: gl.constexpr, pipe, stage):
 
 @gluon.jit
 def pack_weights(weights, DTYPE: gl.constexpr):
-    """Weights [64, BLOCK_K] as what stays in a register over loops."""
+    """Weights [64, BLOCK_K] packed into 32-bit registers."""
     if is_eight_bit(DTYPE):
         return pack_quads(weights)
     else:
@@ -112,7 +112,7 @@ def pack_weights(weights, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def width_of_part(part, parts, columns, last):
-    """How many columns out's `part` has: parts are alike, but the last one may be narrower."""
+    """The number of columns of out's `part`. Only the last part may be narrower than the others."""
     return last if part == parts - 1 else columns // parts
 
 
@@ -135,8 +135,8 @@ def no_sums(pipe):
 
 @gluon.jit
 def issue_part(pipe, state, stage, PART: gl.constexpr):
-    """Starts acc += p v in the columns of PART; p comes from registers. Of 8-bit operands p v alone: the tensor cores
-    add 8-bit products up in so few bits that the sum of a long row would be lost (notes/fp8.md)."""
+    """Starts acc += p v in the columns of PART, with p from registers. For 8-bit operands it starts p v alone, since
+    sums of 8-bit products leave the tensor cores early (notes/fp8.md)."""
     START: gl.constexpr = PART * (pipe.shape.BLOCK_DV // pipe.shape.DV_PARTS)
     WIDTH: gl.constexpr = width_of_part(PART, pipe.shape.DV_PARTS, pipe.shape.BLOCK_DV, pipe.shape.DV_LAST)
     acc = state.acc[PART]
@@ -159,7 +159,7 @@ def issue_part(pipe, state, stage, PART: gl.constexpr):
 
 @gluon.jit
 def issue_values(pipe, state, stage):
-    """Starts the products with the last tile's values: of all parts, or of 8-bit operands of the first one."""
+    """Starts the products with the last tile's values: of all parts, or of the first one for 8-bit operands."""
     parts = (issue_part(pipe, state, stage, 0),)
     if not is_eight_bit(pipe.slots.tiles.dtype):
         for i in gl.static_range(1, pipe.shape.DV_PARTS):
@@ -169,7 +169,7 @@ def issue_values(pipe, state, stage):
 
 @gluon.jit
 def add_part(state, part, PART: gl.constexpr):
-    """A part of acc, with the last tile's p v in float32."""
+    """A part of acc plus the last tile's p v, in float32."""
     if len(state.factor) == 1:
         part = part * state.factor[0]
     acc = state.acc[PART]
@@ -178,7 +178,7 @@ def add_part(state, part, PART: gl.constexpr):
 
 @gluon.jit
 def finish_values(pipe, state, stage, parts):
-    """acc with the last tile's values, whose products `parts` are under way."""
+    """acc plus the last tile's products `parts`, for which it waits."""
     if is_eight_bit(pipe.slots.tiles.dtype):
         part = warpgroup_mma_wait(0, [parts[0]])
         acc = (add_part(state, part, 0),)
@@ -202,7 +202,7 @@ def shrink(acc, alpha):
 
 @gluon.jit
 def first_softmax(pipe, rows, item, s, captured):
-    """The state after the scores of the last tile, the first to come."""
+    """The state after the scores of the first tile, which is the last in memory."""
     index = item.end - 1
     tile = tile_at(rows.rule.mask, item.block_list, item.hi, index)
     unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
@@ -223,7 +223,7 @@ def first_softmax(pipe, rows, item, s, captured):
 
 @gluon.jit
 def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr, LOWER: gl.constexpr):
-    """The state after one more tile of keys: its scores, and the values of the tile before."""
+    """The state after the scores of one more tile, and the values of the tile before."""
     unit = rows.key_factor(tile, pipe.shape.BLOCK_K)
     factor = rows.value_factor(tile, pipe.shape.BLOCK_K)
     if pipe.shape.OVERLAP:
@@ -281,9 +281,9 @@ def run_of_tiles(
 
 @gluon.jit
 def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
-    """All tiles before the last one: those after the core, the core, and those before it, where rows may not see the
-    first keys. Each run has a loop of its own: a branch inside one loop costs 8 %, and two loops inside another 1 % or
-    more, as does one in the backward (notes/gluon.md)."""
+    """The state and n after all tiles but the last: those after the core, the core, and those before it, where rows may
+    not see the first keys. Each run of tiles has its own loop, since a branch inside a loop costs more
+    (notes/gluon.md)."""
     index = item.end - 1
     if rows.rule.mask.has_lower_bound:
         edge = gl.minimum(item.core_end, index)
@@ -292,7 +292,7 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
         state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.first, True, True)
     elif rows.rule.score.constant_beyond and not rows.rule.mask.block_sparse and pipe.shape.ROWS == 64:
         state, n, index = run_of_tiles(c, pipe, rows, item, state, n, index, item.core, True, False)
-        # Those of one bias, those in reach, and those of another bias.
+        # Tiles right of the reach, in the reach, and left of it.
         left, right = tiles_in_reach(args, pipe, rows, item)
         far = rows.beyond_reach(bias_of_tile(args, pipe, rows, item, index - 1))
         state, n, index = run_of_tiles(c, pipe, far, item, state, n, index, right, False, False)
@@ -307,7 +307,7 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
 
 @gluon.jit
 def tiles_in_reach(args, pipe, rows, item):
-    """The tiles [left, right) of the item that hold a distance inside the reach of the score's tables, none if left is
+    """The tiles [left, right) of the item with a distance inside the reach of the score's tables; none if left =
     right."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     h = item.h_k * args.group + item.in_group
@@ -321,7 +321,7 @@ def tiles_in_reach(args, pipe, rows, item):
 
 @gluon.jit
 def bias_of_tile(args, pipe, rows, item, tile):
-    """What is added to all scores of a tile beyond the reach."""
+    """The number added to all scores of a tile beyond the reach."""
     h = item.h_k * args.group + item.in_group
     key = gl.maximum(tile, 0) * pipe.shape.BLOCK_K
     return rows.rule.score.bias(rows.rule.score.data, rows.b, h, item.row, key)
@@ -329,7 +329,7 @@ def bias_of_tile(args, pipe, rows, item, tile):
 
 @gluon.jit
 def skip_tiles(c: gl.constexpr, pipe, n, tiles):
-    """Hands tiles back unread that this consumer's mask excludes. Returns the next n."""
+    """The next n, after handing back unread the tiles that this consumer's mask excludes."""
     for _ in range(tiles):
         pipe.turns.take(c)
         pipe.turns.give(c)
@@ -341,7 +341,7 @@ def skip_tiles(c: gl.constexpr, pipe, n, tiles):
 
 @gluon.jit
 def release_last_slot(pipe, done):
-    """Gives back the slot of the work item before, once its out has left from there."""
+    """Releases the slot of the previous work item once its out is stored."""
     if done > 0:
         tma.store_wait(0)
         pipe.slots.release(done - 1)
@@ -349,7 +349,7 @@ def release_last_slot(pipe, done):
 
 @gluon.jit
 def score_rows(rule, args, pipe, item, at, b):
-    """The ScoreRows of a work item: its rows, and the lengths in use."""
+    """The ScoreRows of a work item."""
     ROWS: gl.constexpr = pipe.shape.ROWS
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     if is_packed(args.used_q):
@@ -411,22 +411,20 @@ def consume(c: gl.constexpr, args, pipe):
     tma.store_wait(0)
 
 
-# The Hopper forward: one warp loads, two or three groups of four warps each take 64 query rows, and nobody waits.
+# The kernel: shared memory, barriers and the warps' tasks.
 #
 # A persistent grid draws work from a counter. One work item is the query rows of all consumers of one head; its keys
-# come
-# in tiles, from the last to the first, which all consumers share. A consumer issues `q k^T` of tile j and then `p v` of
-# tile j + 1, and takes the softmax of tile j while the second product runs. The schedule is FlashAttention-3's (Shah et
-# al., 2024, https://arxiv.org/abs/2407.08608) without its turns where they do not pay; notes/gluon.md has what
+# come in tiles, from the last to the first, which all consumers share. A consumer issues `q k^T` of tile j and then `p
+# v` of tile j + 1, and takes the softmax of tile j while the second product runs. The schedule is FlashAttention-3's
+# (Shah et al., 2024, https://arxiv.org/abs/2407.08608) without its turns where they do not pay; notes/gluon.md has what
 # each choice was worth.
 #
 # d is cut in chunks, the last one narrower; `p v` is one tile of BLOCK_DV columns. Bulk copies fill what lies beyond
-# the
-# tensors with zeros, and do not write there.
+# the tensors with zeros, and do not write there.
 
 
 RAW = gl.constexpr(2)
-"""Tiles of values that wait for being turned."""
+"""Tiles of values that wait for their transposition."""
 
 
 class ForwardShape(NamedTuple):
@@ -439,7 +437,7 @@ class ForwardShape(NamedTuple):
     BLOCK_K: Any
     BLOCK_DV: Any
     ROWS: Any
-    """of a consumer's 64 rows those of one head"""
+    """the number of a consumer's 64 rows that belong to one head"""
     CONSUMERS: Any
     SLOTS: Any
     STAGES: Any
@@ -449,18 +447,18 @@ class ForwardShape(NamedTuple):
     OVERLAP: Any
     DV_PARTS: Any
     TRANSPOSER_REGISTERS: Any
-    """of 8-bit values that four more warps turn; else 0"""
+    """registers of the four warps that transpose 8-bit values; 0 without them"""
     DV_LAST: Any
     """columns of the last one of out's DV_PARTS"""
     SORTED: Any
     """whether work items see fewer and fewer keys"""
     OUT_COLUMNS: Any
-    """of out that have a place of their own in shared memory; 0: out leaves from where q was"""
+    """columns of out that have their own buffer in shared memory; 0: out reuses q's"""
 
 
 @aggregate
 class ForwardArgs:
-    """What the kernel is called with."""
+    """The kernel's arguments."""
 
     q_desc: Value
     k_desc: Value

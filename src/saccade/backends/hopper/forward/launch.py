@@ -1,4 +1,4 @@
-"""From a Call to launches: descriptors of bulk copies, the order of work, outputs."""
+"""Launches the forward of a Call: TMA descriptors, the order of work, outputs."""
 
 # pyright: reportCallIssue=false
 
@@ -38,21 +38,19 @@ from saccade.backends.hopper.forward.epilogue import UnseeingRowsArgs
 from saccade.backends.hopper.forward.kernel import ForwardShape, forward_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, counter, shape_of
 from saccade.call import Call, aligned
-from saccade.call.arrivals import Arrivals
+from saccade.call.call import Arrivals
 from saccade.layouts import Packed, Paged, empty_like_rows
 
 STRIPE_BYTES = 128
-"""Of the columns of a swizzled tile in shared memory those that lie side by side."""
+"""Bytes of adjacent columns in a swizzled tile of shared memory."""
 PACK_GQA_GAIN = 1.1
-"""Heads share a tile where that takes so many times fewer tiles."""
+"""Heads share a tile if the number of tiles falls by this factor."""
 PACKED_GAIN = 1.02
-"""The same of packed sequences, whose lengths are not known here: each has half a tile that is empty."""
+"""The same for packed sequences of unknown lengths; half of a tile is empty in the mean."""
 SHORT_GAIN = 1.1
-"""Two consumers work where a program has so many times fewer rows: at 1.5 they take 0.62 to 0.75 of the time, at 1.125
-0.93 to 1.01 (notes/gluon.md)."""
+"""Two consumers replace three if the rows of a program fall by this factor (notes/gluon.md)."""
 LATE_ROUNDS = 16
-"""Items of each program up to which it draws late where keys come: 3 % faster at 8, 0.5 to 1.5 % slower at 31
-(notes/distributed.md)."""
+"""The most items of a program with which it draws late while keys arrive (notes/distributed.md)."""
 
 
 def forward(
@@ -105,21 +103,22 @@ def forward(
 
 
 def captured_rows(call: Call) -> CapturedTile | None:
-    """What score functions take tiles of, where a consumer's rows are one head's; beside 8-bit operands nothing."""
+    """The captured tensor of which score functions take tiles, or None. A consumer's rows must be one head's, and
+    operands 16-bit."""
     if call.descale is not None or rows_of_a_consumer(call, CAPTURED_CONSUMERS) != 64:
         return None
     return captured_tile(call)
 
 
 def config_of(call: Call, score: scores.DeviceScore, captured: CapturedTile | None) -> ForwardConfig:
-    """The schedule of a call's kernel."""
+    """The ForwardConfig of a call."""
     weight = scores.weight(call, score) if captured is None else "tile"
     config = forward_config(call.spec, configs.gpu_of(call.q.device), weight)
     return for_rows(call, config, multiprocessors(call.q.device))
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, out: Tensor, captured: CapturedTile | None) -> tuple[Tensor, ...]:
-    """The tensors of descriptors."""
+    """The tensors of the TMA descriptors."""
     return (q, k, v, out) if captured is None else (q, k, v, out, captured.x)
 
 
@@ -128,7 +127,7 @@ PartTensors = tuple[Tensor, Tensor, Tensor | None]
 
 
 def empty_parts(call: Call, launches: Launches) -> PartTensors | None:
-    """Memory for the results of parts, where keys are cut."""
+    """Memory for the results of parts, or None if keys are not split."""
     splits = launches.get("splits")
     if splits is None:
         splits = launches["splits"] = key_splits(call, multiprocessors(call.q.device))
@@ -141,7 +140,7 @@ def empty_parts(call: Call, launches: Launches) -> PartTensors | None:
 
 
 def _merge(call: Call, launches: Launches, parts: PartTensors, outputs: Outputs) -> None:
-    """Writes what the parts are together."""
+    """Merges the parts into the outputs."""
     found, lses, tops = parts
     out, row_lse, row_top = outputs
     end = call.layout.cu_seqlens_q[-1:] if call.keeps_tail and out is call.out else None
@@ -166,7 +165,7 @@ def arguments(
     captured: CapturedTile | None = None,
     arrivals: Arrivals | None = None,
 ) -> tuple[Any, ...]:
-    """What the kernel takes between its descriptors and the numbers; packed queries have a table of their tiles. `lse`
+    """The kernel's arguments between the descriptors and the numbers. Packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
     sink = None if call.sink is None else call.sink.contiguous()
     keeps_tail = call.keeps_tail and out is call.out
@@ -180,15 +179,15 @@ def arguments(
 
 
 def _hides_rows(call: Call) -> bool:
-    """Whether the producer passes over tiles of rows that see nothing: where tensors hide the first keys, as left
-    padding does. Other masks hide few tiles or none. Producers beside sums of 256 columns have no registers for it."""
+    """Whether the producer skips tiles of rows that see no key. It does for masks with a lower bound per row, as left
+    padding makes. Other masks hide few tiles. Kernels with sums of 256 columns have no registers for it."""
     mask = call.mask
     wide = max(call.q.shape[3], call.v.shape[3]) > 192
     return mask is not None and mask.has_lower_bound and not mask.block_sparse and call.bounds_per_row and not wide
 
 
 def _destination(call: Call) -> Tensor:
-    """Memory for the result: the caller's, where bulk copies can write there."""
+    """Memory for the result: the caller's if TMA can write to it, else new."""
     if call.out is not None and call.out.dtype == call.out_dtype and aligned(call.out):
         return call.out
     return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
@@ -205,7 +204,7 @@ def mask_args(call: Call, launches: Launches, config: ForwardConfig) -> masks.De
 def prepare(
     call: Call, out: Tensor, config: ForwardConfig, processors: int, captured: CapturedTile | None, arriving: bool
 ) -> TMALaunch:
-    """The launch of all calls of the Call's key; arriving: of those whose keys come while they run."""
+    """The launch for all calls of the Call's key; arriving: for calls whose keys arrive while they run."""
     q, k, v = call.q, call.k, call.v
     b, _, s_q, d = q.shape
     h_k, (_, s_k), d_v = k.shape[1], positions.lengths(call), v.shape[3]
@@ -258,14 +257,14 @@ def prepare(
 
 
 def is_sorted(call: Call) -> bool:
-    """Whether work items see fewer and fewer keys: within a section, later ones have earlier rows. Not said of 8-bit
-    operands, whose tiles take too little time to hide what the producer does beside them."""
+    """Whether later work items of a section see fewer keys. False for 8-bit operands, whose tiles are too short to hide
+    the producer's extra work."""
     causal = call.mask is not None and call.mask.kind == "causal"
     return causal and call.descale is None and not call.layout.tensors
 
 
 def packed_sequences(call: Call) -> int | None:
-    """How many sequences of queries there are end to end; None of a batch."""
+    """The number of packed query sequences; None for a batch."""
     match call.layout:
         case Packed() | Paged(cu_seqlens_q=Tensor()) as layout:
             return layout.sequences
@@ -273,7 +272,7 @@ def packed_sequences(call: Call) -> int | None:
 
 
 def rows_of_a_consumer(call: Call, consumers: int) -> int:
-    """How many of a consumer's 64 rows are one head's."""
+    """The number of a consumer's 64 rows that belong to one head."""
     # A list is of one head; with dropout 16 rows that belong together are those of one.
     block_sparse = call.mask is not None and call.mask.block_sparse and not call.layout.has_pages
     if call.dropout is not None or block_sparse:
@@ -282,8 +281,8 @@ def rows_of_a_consumer(call: Call, consumers: int) -> int:
 
 
 def rows_of_a_head(group: int, s_q: int, consumers: int, packed: int | None = None) -> int:
-    """How many of a consumer's 64 rows are one head's: all, or fewer where heads that share keys share a tile. s_q: of
-    each batch row; of `packed` sequences, if there are, together."""
+    """The number of a consumer's 64 rows that belong to one head: all, or fewer if heads of a group share a tile. s_q:
+    rows of a batch row, or of all `packed` sequences together."""
     heads = min(64, 1 << (group - 1).bit_length())
     rows = 64 // heads
     plain = group * tiles_of_rows(s_q, 64 * consumers, packed)
@@ -293,16 +292,14 @@ def rows_of_a_head(group: int, s_q: int, consumers: int, packed: int | None = No
 
 
 def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
-    """How many tiles of so many rows there are; of packed sequences, of whose lengths only the mean is known, in the
-    mean of what lengths of a tile's rows may leave over."""
+    """The number of tiles of `rows` rows; for packed sequences, of which only the mean length is known, its mean."""
     if packed is None:
         return -(-s_q // rows)
     return max(packed, (s_q + packed * (rows - 1) / 2) / rows)
 
 
 def for_rows(call: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
-    """Two consumers in place of three where those would have more rows: of 128, 256 or 512 rows, but not of 384; and
-    where there are few tiles, as of 8 heads of 4096 rows."""
+    """The config with two consumers instead of three, if the busiest program has fewer rows then; else `config`."""
     if replace(config, spill=0) != formula(64, 64) or call.layout.has_pages or call.layout.ragged_keys:
         return config
     rows = [busy_rows(call, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
@@ -310,7 +307,7 @@ def for_rows(call: Call, config: ForwardConfig, processors: int) -> ForwardConfi
 
 
 def busy_rows(call: Call, consumers: int, processors: int) -> float:
-    """Rows of all tiles of the program that works longest, counted as if each saw all keys."""
+    """The rows of all tiles of the busiest program, as if each saw all keys."""
     b, _, s_q, _ = call.q.shape
     h_k, s_k = call.k.shape[1:3]
     own = rows_of_a_consumer(call, consumers)

@@ -53,7 +53,7 @@ from saccade.layouts import Paged, SlotRows
 
 
 class Parts(NamedTuple):
-    """Where the results of parts of the keys go."""
+    """The results of parts of the keys, as arguments."""
 
     ptr: Any
     """float32 (splits, b, s_q, h_q, d_v)"""
@@ -121,7 +121,7 @@ def is_split(pages):
 
 @gluon.jit
 def splits_of(parts):
-    """In how many parts keys are cut."""
+    """The number of parts of the keys."""
     if parts is None:
         return 1
     else:
@@ -201,7 +201,7 @@ class LoadItem:
 
 @gluon.jit
 def plan_list(pipe, at, partial, tiles):
-    """The same as `plan_tiles` of a block list: LO to HI are places in it, counted from its end, so that the partial
+    """The same as `plan_tiles` for a block list: LO to HI are indices in it, counted from its end, so that the partial
     tiles, which come first, are after the core."""
     for c in gl.static_range(pipe.shape.CONSUMERS):
         put_tiles(pipe.slots, at, c, 0, 0, tiles - partial, tiles)
@@ -353,7 +353,7 @@ def tiles_there(args, item, BLOCK_K: gl.constexpr):
 
 @gluon.jit
 def wait_for_keys(arrivals, item):
-    """Until all keys and values of a work item have come."""
+    """Waits until all keys and values of a work item have come."""
     step = gl.load(arrivals.steps + item.offset)
     if step > 0:
         wait_for_copies(arrivals.done, step)
@@ -421,7 +421,7 @@ def load_values(args, pipe, n, item, start, tails):
 
 @gluon.jit
 def load_finished(args, pipe, n, item, start, page, tails):
-    """The same of values that are as products take them, but for the zeros, which 8-bit ones have already."""
+    """The same for values in the order that products take. It adds the zeros, which 8-bit values have already."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     tiles = pipe.values.tiles

@@ -1,4 +1,4 @@
-"""What becomes of a tile of products in the forward: score functions, masks, the softmax's weights, dropout."""
+"""From products to weights in the forward: score functions, masks, softmax, dropout."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -24,7 +24,7 @@ LOWEST_FINITE = gl.constexpr(-3.4028234e38)
 
 @aggregate
 class ScoreRule:
-    """What every work item of a call does to its products.
+    """The score function, mask, dropout and scale of a call.
 
     Scores keep the units of the products, or of the modification's core, up to the exponential, where a factor costs
     nothing.
@@ -54,7 +54,7 @@ def score_rule(mask, score, dropout, scale):
 
 @gluon.jit
 def linear_terms(rule, b, h, q_idx, rows, keys):
-    """Of a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
+    """For a score that is linear in the key's index: [64] the pitch, in units of the products, a key, and what is added
     to every product, natural, if keys are counted from that one. Else nothing that is used."""
     if rule.score.linear:
         key = gl.minimum(gl.maximum(q_idx + keys - rows, 0), gl.maximum(keys - 1, 0))  # as `q_block.linear_terms`
@@ -84,7 +84,7 @@ LEAST_FACTOR = gl.constexpr(1e-20)
 
 @aggregate
 class RowFactors:
-    """What the bytes of a work item stand for."""
+    """The factors of a work item's bytes."""
 
     descale: Value
     b: Value
@@ -148,7 +148,7 @@ class ScoreRows:
 
     @gluon.jit
     def beyond_reach(self, bias):
-        """The same rows, for such tiles."""
+        """The same rows, for tiles beyond the reach, with their bias."""
         return ScoreRows(
             self.rule, self.terms, self.b, self.h, self.q_idx, self.rows, self.keys, self.bounds, self.factors, (bias,)
         )
@@ -166,7 +166,7 @@ class ScoreRows:
 
     @gluon.jit
     def value_factor(self, tile, BLOCK_K: gl.constexpr):
-        """The same of its values."""
+        """The descale of a tile's values, as a tuple, if it goes by blocks."""
         if len(self.factors) == 0:
             return ()
         elif self.factors[0].descale.v.blocked:

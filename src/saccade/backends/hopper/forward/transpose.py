@@ -71,8 +71,7 @@ def transpose(args, pipe):
 #
 # The forward's weights are an accumulator that becomes an operand as it lies, so that of each 16 keys, 8 h + 2 q + e is
 # at place 4 q + 2 h + e (`ptx.pack_quads`). The values here are in the same order. What no row may see is zero here:
-# keys
-# that are not in use, and whatever follows the last key of a packed sequence up to a whole block.
+# keys that are not in use, and whatever follows the last key of a packed sequence up to a whole block.
 
 
 BLOCK = 128

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportInvalidTypeForm=false
 
 import triton
 import triton.language as tl
@@ -83,8 +82,8 @@ def packed_list(scheduler, item, span_q, row, there, ROWS: tl.constexpr):
 def locate_packed(
     scheduler, item, span_q, s_q, span_k, s_k, ROWS: tl.constexpr, PACK: tl.constexpr, BY_BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The same as TileScheduler.locate, of packed sequences: one after the other in the order of their table, each with
-    sections of its own. BY_BLOCKS: these have so many blocks, not keys."""
+    """The same as TileScheduler.locate, for packed sequences: one after the other in the order of their table, each
+    with sections of its own. BY_BLOCKS: these have so many blocks, not keys."""
     entry = span_q.tiles + 2 + 2 * (item // scheduler.heads)
     b = tl.load(entry)
     rest = item - tl.load(entry + 1) * scheduler.heads

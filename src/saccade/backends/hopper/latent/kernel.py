@@ -26,17 +26,18 @@ from saccade.backends.hopper.latent.load import (
     CORE,
     CORE_END,
     FIRST,
+    HALF,
     KEYS,
     NUMBERS,
     PART,
     ROWS_USED,
     TILES,
     WHOLE,
+    Seesaw,
     gathers,
     load,
     row_tile,
 )
-from saccade.backends.hopper.latent.pipeline import HALF, Seesaw
 from saccade.backends.hopper.pipeline import Slots, new_barriers
 from saccade.backends.hopper.ptx import opaque
 from saccade.backends.hopper.shim import Value, aggregate
@@ -266,11 +267,10 @@ def consume(c: gl.constexpr, args, pipe):
 # Latent attention on Hopper: 64 query rows of one key head, two consumers with half of out's columns each.
 #
 # A tile of 64 keys is read once and is in shared memory as keys [64, 576], of which the first 512 columns are the
-# values.
-# 64 rows of out are half of a multiprocessor's registers, so there is no second tile of rows whose products could run
-# under a softmax. Instead the consumers take turns at the tiles, and each one's weights go through shared memory to the
-# other: the seesaw of FlashMLA (https://github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md). Here
-# tiles are added up in their order, so that no weight is rounded twice.
+# values. 64 rows of out are half of a multiprocessor's registers, so there is no second tile of rows whose products
+# could run under a softmax. Instead the consumers take turns at the tiles, and each one's weights go through shared
+# memory to the other: the seesaw of FlashMLA (https://github.com/deepseek-ai/FlashMLA,
+# docs/20250422-new-kernel-deep-dive.md). Here tiles are added up in their order, so that no weight is rounded twice.
 
 
 RECORD = gl.constexpr(NUMBERS)
