@@ -18,7 +18,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"layers": 8, "hidden": 5120, "inner": 17408, "heads": 40, "key_heads": 8, "d": 128}),
     "gemma2": ("gemma2", {"layers": 8, "hidden": 3584, "inner": 14336, "heads": 16, "key_heads": 8, "d": 256}),
     "gemma3": ("gemma3_text", {"layers": 6, "hidden": 3840, "inner": 15360, "heads": 16, "key_heads": 8, "d": 256}),
-    "gpt_oss": ("gpt_oss", {"layers": 6, "hidden": 2880, "inner": 2880, "heads": 64, "key_heads": 8, "d": 64}),
+    "gpt_oss": ("gpt_oss", {"layers": 4, "hidden": 2880, "inner": 2880, "heads": 64, "key_heads": 8, "d": 64}),
     "tiny": ("llama", {"layers": 2, "hidden": 256, "inner": 512, "heads": 4, "key_heads": 2, "d": 64}),
 }
 """transformers' name of the model, and its sizes; windows, caps and sinks are those of transformers' defaults."""

@@ -120,10 +120,13 @@ class Engine:
         }
 
     def _attention(self) -> str:
-        """The class that runs, from the engine's own layers."""
-        worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
-        return type(next(x for x in layers.values() if hasattr(x, "impl")).impl).__name__
+        """The class that runs, from the engine's own layers; not every release has them there."""
+        try:
+            worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+            layers = worker.model_runner.vllm_config.compilation_config.static_forward_context
+            return type(next(x for x in layers.values() if hasattr(x, "impl")).impl).__name__
+        except (AttributeError, StopIteration) as problem:
+            return repr(problem)
 
     def run(self, prompts: list[list[int]], tokens: int, **words: Any) -> Any:
         from vllm import SamplingParams
