@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,7 @@ WORK: dict[str, Callable[..., Tensor | None]] = {
 
 
 def model_of(name: str, implementation: str) -> Any:
-    import transformers
-
+    transformers: Any = import_module("transformers")
     kind, changes = MODELS[name]
     config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(SIZES | changes))
     torch.manual_seed(0)

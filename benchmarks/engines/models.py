@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ WHOLE = {"llama": 32, "qwen3": 40, "gemma2": 42, "gemma3": 48, "gpt_oss": 24}
 
 def config(name: str, layers: int | None = None) -> Any:
     """transformers' configuration of a model of `SHAPES`."""
-    import transformers
-
+    transformers: Any = import_module("transformers")
     kind, sizes = SHAPES[name]
     return transformers.AutoConfig.for_model(
         kind,
@@ -55,8 +55,7 @@ def cache_bytes(name: str, layers: int | None, width: int) -> int:
 
 def save(name: str, layers: int | None, folder: Path, device: str) -> None:
     """Writes the model, in bfloat16. Queries and keys are large enough that rows attend to few keys."""
-    import transformers
-
+    transformers: Any = import_module("transformers")
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config(name, layers), dtype=torch.bfloat16)
     for parameter_name, parameter in model.named_parameters():
@@ -82,8 +81,7 @@ class Exact:
     """Log-probabilities of tokens by transformers' eager attention in float32."""
 
     def __init__(self, folder: Path, device: str) -> None:
-        import transformers
-
+        transformers: Any = import_module("transformers")
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,8 @@ class Engine:
     def __init__(self, folder: str, backend: str, mode: str, cache: str, memory: int, given: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         start = time.perf_counter()
-        from vllm import LLM
-
+        vllm: Any = import_module("vllm")
+        made = vllm.LLM
         imported = time.perf_counter()
         words: dict[str, Any] = {
             "skip_tokenizer_init": True,
@@ -111,7 +111,7 @@ class Engine:
         }
         if mode == "full":
             words["compilation_config"] = {"cudagraph_mode": "FULL"}
-        self.llm = LLM(folder, **words | given)
+        self.llm = made(folder, **words | given)
         self.facts = {
             "import_s": round(imported - start, 1),
             "start_s": round(time.perf_counter() - imported, 1),
@@ -129,9 +129,8 @@ class Engine:
             return repr(problem)
 
     def run(self, prompts: list[list[int]], tokens: int, **words: Any) -> Any:
-        from vllm import SamplingParams
-
-        given = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, **words)
+        vllm: Any = import_module("vllm")
+        given = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, **words)
         return self.llm.generate([{"prompt_token_ids": x} for x in prompts], given, use_tqdm=False)
 
     def seconds(self, prompts: list[list[int]], tokens: int) -> float:

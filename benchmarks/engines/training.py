@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.machine import Run
+from saccade.compat import torch_varlen
+from saccade.integrations.megatron import CoreAttention
+from saccade.integrations.torch import activate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORDS, ROWS, LENGTH = 512, 2, 256
@@ -35,19 +38,23 @@ Made = tuple[str, nn.Module, Loss]
 """`float32`, `own` or `saccade`; what trains; its loss."""
 
 
+def _module(name: str) -> Any:
+    """Of a package that is not there when this is imported."""
+    return import_module(name)
+
+
 def megatron() -> Iterator[Made]:
     """GPTModel of Megatron-core by its local layers, whose attention is unfused: in float32, and in bfloat16."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
     if DEVICE == "cpu":  # which Megatron asks of CUDA, and keeps random numbers of dropout for
-        torch.cuda.current_device = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from saccade.integrations.megatron import CoreAttention
-
+        torch.cuda.current_device = lambda: "cpu"
+    parallel_state, random, gpt, specs, transformer = (
+        _module(f"megatron.core.{x}")
+        for x in (
+            "parallel_state", "tensor_parallel.random", "models.gpt", "models.gpt.gpt_layer_specs",
+            "transformer.transformer_config",
+        )
+    )  # fmt: skip
     torch.distributed.init_process_group("gloo" if DEVICE == "cpu" else "nccl", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     if DEVICE == "cpu":
@@ -66,27 +73,22 @@ def megatron() -> Iterator[Made]:
         ("saccade", CoreAttention, torch.bfloat16),
     ):
         torch.manual_seed(0)
-        config = TransformerConfig(
+        config = transformer.TransformerConfig(
             num_layers=4, hidden_size=512, num_attention_heads=8, num_query_groups=2, params_dtype=dtype,
             bf16=dtype == torch.bfloat16, use_cpu_initialization=True, attention_dropout=0.0, hidden_dropout=0.0,
             gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
             bias_activation_fusion=False,
         )  # fmt: skip
-        spec = get_gpt_layer_local_spec()
+        spec = specs.get_gpt_layer_local_spec()
         if core is not None:
             spec.submodules.self_attention.submodules.core_attention = core
-        model = GPTModel(config, spec, WORDS, LENGTH, position_embedding_type="learned_absolute")
+        model = gpt.GPTModel(config, spec, WORDS, LENGTH, position_embedding_type="learned_absolute")
         yield name, model.to(DEVICE, dtype), loss
 
 
 def torchtitan() -> Iterator[Made]:
     """Llama 3's debugging model over packed documents, by its VarlenAttention: q, k and v in bfloat16, all else not."""
-    from torchtitan.models.common import attention as layers
-    from torchtitan.models.llama3 import llama3_configs
-
-    from saccade.compat import torch_varlen
-    from saccade.integrations.torch import activate
-
+    layers, llama3 = (_module(f"torchtitan.models.{x}") for x in ("common.attention", "llama3"))
     positions = torch.arange(LENGTH, device=DEVICE).remainder(96).expand(ROWS, -1)
     documents = (positions == 0).cumsum(1)
     seen = (documents[:, None, :, None] == documents[:, None, None]) & torch.ones(
@@ -107,7 +109,7 @@ def torchtitan() -> Iterator[Made]:
     own = layers.VarlenAttention.forward
     for name in ("float32", "own", "saccade") if DEVICE == "cuda" else ("float32", "saccade"):
         torch.manual_seed(0)
-        model = llama3_configs["debugmodel"](attn_backend="varlen").build()
+        model = llama3.llama3_configs["debugmodel"](attn_backend="varlen").build()
         model.init_states()
         layers.VarlenAttention.forward = unfused if name == "float32" else own
         if name == "saccade" and DEVICE == "cuda":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 os.environ |= {
@@ -19,6 +20,8 @@ os.environ |= {
 }  # fmt: skip
 
 import torch
+
+from saccade.integrations.vllm import BACKEND
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
@@ -35,8 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def model_of(case: str, folder: str) -> Any:
-    import transformers
-
+    transformers: Any = import_module("transformers")
     kind, changes, _ = CASES[case]
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
@@ -49,13 +51,10 @@ def model_of(case: str, folder: str) -> Any:
 
 
 def engine_of(case: str, folder: str) -> Any:
-    from vllm import LLM
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    from saccade.integrations.vllm import BACKEND
-
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)  # on a CPU vLLM takes no other name
-    return LLM(
+    registry: Any = import_module("vllm.v1.attention.backends.registry")
+    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, BACKEND)  # on a CPU vLLM takes no other name
+    vllm: Any = import_module("vllm")
+    return vllm.LLM(
         folder,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -70,13 +69,12 @@ def engine_of(case: str, folder: str) -> Any:
 
 @torch.no_grad()
 def compared(model: Any, engine: Any) -> list[dict[str, Any]]:
-    from vllm import SamplingParams
-
+    vllm: Any = import_module("vllm")
     g = torch.Generator().manual_seed(0)
     shared = torch.randint(3, 500, (80,), generator=g).tolist()
     prompts = [shared + torch.randint(3, 500, (n,), generator=g).tolist() for n in (1, 40, 100)]
     prompts.append(torch.randint(3, 500, (17,), generator=g).tolist())
-    words = SamplingParams(temperature=0, max_tokens=12, logprobs=0, detokenize=False, ignore_eos=True)
+    words = vllm.SamplingParams(temperature=0, max_tokens=12, logprobs=0, detokenize=False, ignore_eos=True)
     found = []
     for _ in ("cold", "cached"):
         results = engine.generate([{"prompt_token_ids": x} for x in prompts], words, use_tqdm=False)
