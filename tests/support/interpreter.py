@@ -35,7 +35,12 @@ def interpreter_spares_work() -> Iterator[None]:
         bound.update(seen)
         if launch:
             restore = patched.restore
-            patched.restore = lambda: (bound.clear(), restore())
+
+            def restored() -> None:
+                bound.clear()
+                restore()
+
+            patched.restore = restored
         return patched
 
     options, thresholds = interpreter.interpreter_builder.options, gc.get_threshold()
