@@ -94,3 +94,36 @@ def test_wrong_calls():
         flash_mla_with_kvcache(q, cache, None, None, D_V)
     with pytest.raises(ValueError, match=r"kv must be \(s_kv, 1, d\)"):
         flash_mla_sparse_fwd(q[:, 0], torch.randn(9, 2, D), indices, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"d_v": 9}, "d_v must be at most the 8 columns of a row, got 9"),
+        ({"d_v": -1}, "d_v must be an integer from 1 on"),
+        ({"attn_sink": torch.zeros(1)}, r"attn_sink must be \(4,\)"),
+        ({"attn_sink": torch.zeros(3, 1)}, r"attn_sink must be \(4,\)"),
+        ({"topk_length": torch.zeros(2).int()}, r"topk_length must be \(3,\)"),
+        ({"indices": torch.zeros(2, 1, 5).int()}, r"q must be \(s_q, h_q, d\)"),
+    ],
+)
+def test_what_does_not_fit_a_prompt(given, error):
+    indices = torch.arange(5).expand(3, 1, 5).int()
+    call = {"q": torch.randn(3, 4, 8), "kv": torch.randn(9, 1, 8), "indices": indices, "sm_scale": 1.0, "d_v": 6}
+    with pytest.raises(ValueError, match=error):
+        flash_mla_sparse_fwd(**call | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"topk_length": torch.ones(2).int()}, "topk_length counts slots that are listed"),
+        ({"extra_topk_length": torch.ones(2).int()}, "extra_topk_length counts slots that are listed"),
+        ({"indices": torch.zeros(2, 1, 3).int(), "topk_length": torch.ones(1).int()}, r"topk_length must be \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_decoding(given, error):
+    table, used = torch.zeros(2, 1).int(), torch.ones(2).int()
+    q, cache = torch.randn(2, 1, 4, 8), torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match=error):
+        flash_mla_with_kvcache(q, cache, table, used, 8, **given)

@@ -174,3 +174,18 @@ def test_wrong_calls():
         attention(q, torch.randn(PAGES, SIZE * H_K * D + 1)[:, :-1].view(PAGES, SIZE, H_K, D), v, layout=layout)
     with pytest.raises(ValueError, match="and not to slots"):
         append_kv(k, v, layout, torch.randn(3, H_K, D), torch.randn(3, H_K, D_V))
+
+
+@pytest.mark.parametrize("offsets", [[0, 9], [1, 6], [0, 4, 2], [-3, 6]])
+def test_offsets_are_those_of_rows(offsets):
+    q, cache = torch.randn(6, 1, 8), torch.randn(2, 4, 1, 8)
+    layout = Paged(slots=torch.zeros(6, 2).int(), seqused_k=torch.ones(6).int(), cu_seqlens_q=torch.tensor(offsets))
+    with pytest.raises(ValueError, match="cu_seqlens_q must"):
+        attention(q, cache, cache, layout=layout)
+
+
+def test_results_share_no_memory():
+    q, cache = torch.randn(3, 1, 8), torch.randn(2, 4, 1, 8)
+    layout = Paged(slots=torch.zeros(3, 2).int(), seqused_k=torch.ones(3).int())
+    found = attention(q, cache, cache, layout=layout, return_lse=True, return_max_scores=True)
+    assert found.lse.untyped_storage().data_ptr() != found.max_scores.untyped_storage().data_ptr()

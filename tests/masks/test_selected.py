@@ -547,3 +547,32 @@ def test_exported():
     program = torch.export.export(Selecting(), (*given, entries))
     other = lists(B, H_K, S_Q, N)
     torch.testing.assert_close(program.module()(*given, other), attention(*given, mask=selected(other)))
+
+
+def test_lists_of_queries_end_to_end_are_drawn():
+    mask = selected(torch.tensor([[[0, 2], [1, -1], [2, 9]]]), torch.tensor([[2, 2, 0]]))
+    assert mask.draw(3).splitlines()[1:] == ["■ · ■", "· ■ ·", "· · ·"]
+    assert "selected" in str(selected(torch.zeros(1, 1, 0, 2, dtype=torch.int64)))
+
+
+def test_lists_after_the_last_sequence_are_not_read():
+    q = torch.randn(5, 1, 4)
+    layout = Packed(torch.tensor([0, 1, 3]), max_seqlen_q=2)
+    lists, lengths = torch.tensor([[[0], [0], [1], [7], [7]]]).expand(1, 5, 2).clone(), torch.ones(1, 5).int()
+    lengths[0, 3:] = 99
+    out = attention(q, q, q, mask=selected(lists, lengths), layout=layout)
+    assert torch.equal(out[:3], q[:3])
+    assert not out[3:].any()
+    lengths[0, 2] = 99
+    with pytest.raises(ValueError, match="lengths must be from 0 to the 2 entries of a list, got 99"):
+        attention(q, q, q, mask=selected(lists, lengths), layout=layout)
+
+
+def test_a_block_of_all_keys():
+    q = torch.randn(1, 1, 3, 4)
+    lists = torch.tensor([[[[0]]]])
+    for size in (1 << 31, 1 << 63, 1 << 70):
+        mask = selected_blocks(lists, size, rows=3)
+        assert torch.allclose(attention(q, q, q, mask=mask), attention(q, q, q), atol=1e-6)
+    with pytest.raises(ValueError, match="indices must be a dense tensor"):
+        selected(lists.to_sparse())

@@ -62,10 +62,12 @@ def flash_mla_sparse_fwd(
     """
     arguments.tensors(q=q, kv=kv, indices=indices)
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
-        shapes = f"{tuple(kv.shape)} and {tuple(indices.shape)}"
-        raise ValueError(f"kv must be (s_kv, 1, d), and indices (s_q, 1, topk), got {shapes}")
-    cache = kv[None]
-    layout = Paged(slots=indices[:, 0], seqused_k=_lengths(indices[:, 0], topk_length))
+        raise ValueError(f"kv must be (s_kv, 1, d), and indices (s_q, 1, topk), got {_shapes(kv, indices)}")
+    if q.dim() != 3 or len(indices) != len(q):
+        raise ValueError(f"q must be (s_q, h_q, d), and indices (s_q, 1, topk), got {_shapes(q, indices)}")
+    _check(q, kv, "d_v", d_v, attn_sink)
+    cache, lengths = kv[None], _lengths("topk_length", indices[:, 0], topk_length)
+    layout = Paged(slots=indices[:, 0], seqused_k=lengths)
     found = attention(
         q, cache, cache[..., :d_v], layout=layout, scale=sm_scale, return_lse=True, return_max_scores=True
     )
@@ -125,9 +127,17 @@ def flash_mla_with_kvcache(
         raise Unsupported("flash_mla_with_kvcache: caches of FP8 records are not supported; pass a 16-bit cache")
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (extra_k_cache is not None and indices is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, and with indices")
+    for name, length, slots in (
+        ("topk_length", topk_length, indices),
+        ("extra_topk_length", extra_topk_length, extra_indices_in_kvcache),
+    ):
+        if length is not None and slots is None:
+            raise ValueError(f"{name} counts slots that are listed: pass them too")
+    arguments.tensors(q=q, k_cache=k_cache)
+    _check(q, k_cache, "head_dim_v", head_dim_v, attn_sink)
 
-    def over_slots(cache: Tensor, slots: Tensor, length: Tensor | None) -> Partial:
-        layout = Paged(slots=slots, seqused_k=_lengths(slots, length))
+    def over_slots(cache: Tensor, slots: Tensor, name: str, length: Tensor | None) -> Partial:
+        layout = Paged(slots=slots, seqused_k=_lengths(name, slots, length))
         return attention(q, cache, cache[..., :head_dim_v], layout=layout, scale=softmax_scale, return_lse=True)
 
     if indices is None:
@@ -140,16 +150,45 @@ def flash_mla_with_kvcache(
     elif causal:
         raise ValueError("indices say which keys a row sees: not with causal=True")
     else:
-        found = over_slots(k_cache, indices, topk_length)
+        found = over_slots(k_cache, indices, "topk_length", topk_length)
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            more = over_slots(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+            more = over_slots(extra_k_cache, extra_indices_in_kvcache, "extra_topk_length", extra_topk_length)
             found = merge(found, more, layout=Dense("bshd"))
     out, lse = found
     return _beside_sink(out, lse.transpose(1, 2), attn_sink), _natural(lse)
 
 
-def _lengths(slots: Tensor, length: Tensor | None) -> Tensor:
-    """How many slots of each row count."""
+def _shapes(*tensors: Tensor) -> str:
+    return " and ".join(str(tuple(x.shape)) for x in tensors)
+
+
+def _check(q: Tensor, cache: Tensor, name: str, columns: int, sink: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: more columns of values than a row has, or a sink of another shape or device.
+        TypeError: columns that are not an integer, or a sink that is not a tensor.
+    """
+    if arguments.integer(name, columns, least=1) > cache.shape[-1]:
+        raise ValueError(f"{name} must be at most the {cache.shape[-1]} columns of a row, got {columns}")
+    if sink is None:
+        return
+    arguments.tensors(attn_sink=sink)
+    if tuple(sink.shape) != (q.shape[-2],) or sink.device != q.device:
+        wanted = f"({q.shape[-2]},) on {q.device}, one number for each query head"
+        raise ValueError(f"attn_sink must be {wanted}, got {tuple(sink.shape)} on {sink.device}")
+
+
+def _lengths(name: str, slots: Tensor, length: Tensor | None) -> Tensor:
+    """How many slots of each row count.
+
+    Raises:
+        ValueError: of another shape than one for each row, or each batch row.
+        TypeError: not a tensor.
+    """
+    if length is not None:
+        arguments.tensors(**{name: length})
+        if tuple(length.shape) not in (tuple(slots.shape[:-1]), (len(slots),)):
+            raise ValueError(f"{name} must be ({len(slots)},), one number for each list, got {tuple(length.shape)}")
     if length is None:
         return torch.full(slots.shape[:-1], slots.shape[-1], dtype=torch.int32, device=slots.device)
     if slots.dim() == 3 and length.dim() == 1:

@@ -29,6 +29,8 @@ class SlotRows(Paged):
         slots, starts = layout.slots, layout.cu_seqlens_q
         assert slots is not None
         if starts is not None:  # rows after the last sequence are in none
+            if starts.is_cpu and has_values(starts):
+                check_offsets("cu_seqlens_q", starts.tolist(), slots.shape[0])
             starts = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=starts.dtype).minimum(starts[-1])
         s_q = 0 if slots.dim() == 2 else slots.shape[1]
         return SlotRows(slots.flatten(0, -2), layout.seqused_k.flatten(), starts, layout.num_splits, s_q=s_q)
@@ -109,6 +111,8 @@ class SlotRows(Paged):
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
         used, n = self.seqused_k, self.block_table.shape[1]
+        if self.cu_seqlens_q is not None:  # others are padding
+            used = used[: int(self.cu_seqlens_q[-1])]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) <= n:
             raise ValueError(f"seqused_k must be in [0, {n}], the slots of a row, got {shortened(used.tolist())}")
         if self.cu_seqlens_q is not None:

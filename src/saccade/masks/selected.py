@@ -17,6 +17,9 @@ from saccade.masks.hull import Extent, at
 from saccade.scores import Sizes
 from saccade.util import arguments
 
+ALL_KEYS = (1 << 31) - 1
+"""No call has more keys: larger blocks are no other ones."""
+
 
 @dataclass(frozen=True, eq=False)
 class Selected(PredicateMask):
@@ -71,6 +74,11 @@ class Selected(PredicateMask):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Of a vector of keys; the last dimension of all other indices is 1."""
+        if self.end_to_end:  # drawn as one sequence
+            return self.of_rows(slice(None)).sees(extent, b, h, q_idx, kv_idx)
+        if not self.lists.shape[2]:
+            shape = torch.broadcast_shapes(b.shape, h.shape, q_idx.shape)
+            return torch.zeros(*shape[:-1], len(kv_idx), dtype=torch.bool, device=q_idx.device)
         groups, heads = self.lists.shape[2], self.lists.shape[1]
         group, blocks = q_idx // self.rows, -(-extent.s_k // self.keys)
         share = 1 if extent.heads is None else max(1, extent.heads // heads)
@@ -135,9 +143,15 @@ class Selected(PredicateMask):
             ValueError: lengths below 0 or above n, where they are asked for; an entry that a list has twice.
         """
         n, used = self.lists.shape[-1], self.lengths
-        if used is not None and lengths and bool(((used < 0) | (used > n)).any()):
-            wrong = int(used[(used < 0) | (used > n)][0])
-            raise ValueError(f"{self.kind}'s lengths must be from 0 to the {n} entries of a list, got {wrong}")
+        row = torch.arange(self.lists.shape[-2], device=self.lists.device)
+        there = row < starts[-1] if starts is not None and self.end_to_end else row >= 0  # others are padding
+        if used is not None and lengths:
+            wrong = (used < 0) | (used > n)
+            wrong = used[wrong if used.dim() == 1 else wrong & there]
+            if len(wrong):
+                raise ValueError(
+                    f"{self.kind}'s lengths must be from 0 to the {n} entries of a list, got {int(wrong[0])}"
+                )
         if not self.lists.numel():
             return
         entries = self.lists if not self.end_to_end else self.lists[None]
@@ -145,13 +159,12 @@ class Selected(PredicateMask):
         def by_list(x: Tensor) -> Tensor:  # of one for each sequence, (…, 1, rows or 1, 1)
             if starts is None or not self.end_to_end or len(x) == 1:
                 return x[:, None, None, None]
-            row = torch.arange(entries.shape[2], device=x.device)
             at = torch.bucketize(row, starts[1:], right=True).clamp(max=len(x) - 1)
             return x[at][:, None]
 
         blocks = -(-by_list(keys) // self.keys)
         index = torch.arange(n, device=entries.device)
-        named = (entries >= 0) & (entries < blocks)
+        named = (entries >= 0) & (entries < blocks) & there[:, None]
         if used is not None:
             of_list = by_list(used) if used.dim() == 1 else used.reshape(*entries.shape[:-1], 1)
             named = named & (index < of_list)
@@ -249,7 +262,8 @@ def selected_blocks(indices: Tensor, block_size: int = 64, lengths: Tensor | Non
     · · ■ ■
     """
     lists = _checked("selected_blocks", indices, lengths, rows)
-    return Selected(*lists, arguments.integer("selected_blocks's block_size", block_size, least=1))
+    size = arguments.integer("selected_blocks's block_size", block_size, least=1)
+    return Selected(*lists, min(size, ALL_KEYS) if isinstance(size, int) else size)
 
 
 def _checked(kind: str, lists: Any, lengths: Any, rows: Any) -> tuple[Tensor, Tensor | None, int]:
@@ -259,6 +273,8 @@ def _checked(kind: str, lists: Any, lengths: Any, rows: Any) -> tuple[Tensor, Te
         TypeError: no tensors, or rows that are not an integer.
     """
     arguments.tensors(**{f"{kind}'s indices": lists})
+    if lists.layout != torch.strided:
+        raise ValueError(f"{kind}'s indices must be a dense tensor, got {lists.layout}")
     if lists.dtype not in (torch.int32, torch.int64) or lists.dim() not in (3, 4):
         raise ValueError(
             f"{kind}'s indices must be int32 or int64, (b, h, lists, n), or (h, t_q, n) for queries end to end, got "

@@ -44,7 +44,8 @@ def forward(call: Call, lse: bool) -> Outputs:
     out = call.empty_out()
     if not call.keeps_tail:
         out.zero_()
-    row_lse, top = torch.full((2, *call.q.shape[:3]), -torch.inf, dtype=call.lse_dtype(), device="cpu")
+    row_lse = torch.full(call.q.shape[:3], -torch.inf, dtype=call.lse_dtype(), device="cpu")
+    top = row_lse.clone()  # results share no memory
     for b, batch, rows, *_ in layout.sequence_slices(call.q, call.k):
         at = batch, slice(None), rows
         out[at].zero_()
