@@ -253,7 +253,7 @@ def test_serving(name, backend, monkeypatch, request):
     monkeypatch.setattr(gluon, "LEAST_ITEMS", 0)
     server = Server(WORLDS[name], 0, "cpu" if backend == "cpu" else "cuda", backend)
     with torch.no_grad():
-        steps = 250 if backend != "cpu" or request.config.getoption("--everything") else 75
+        steps = 250 if backend != "cpu" or request.config.getoption("--everything") else 100
         for i in range(steps):
             right, error = server.run()
             assert right, f"step {i}: a key, a value or a query is not what was given"

@@ -32,6 +32,7 @@ from saccade import (
 from saccade.backends.cpu import tiled
 from saccade.compat.sdpa import scaled_dot_product_attention
 from saccade.compat.torch_varlen import varlen_attn
+from saccade.testing.accuracy import worst_row_error
 from tests.support.devices import Device
 
 SHAPES = (2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 2)
@@ -451,6 +452,14 @@ def keywords(name: str, device: Device) -> dict:
     return found
 
 
+def assert_same(x: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Of 16 bits to two roundings: a group's heads are added up in another order where more programs run."""
+    if x.dtype.itemsize > 2:
+        torch.testing.assert_close(x, wanted)
+    else:
+        assert float(worst_row_error(x, wanted, torch.finfo(x.dtype).eps)) <= 1
+
+
 @pytest.mark.parametrize("name", BATCHED)
 def test_batches_of_gradients_are_a_loop(name: str, device: Device) -> None:
     """As those of one call after the other."""
@@ -461,7 +470,7 @@ def test_batches_of_gradients_are_a_loop(name: str, device: Device) -> None:
     batched = torch.autograd.grad(out, leaves, weights, is_grads_batched=True, retain_graph=True)
     loop = [torch.autograd.grad(out, leaves, w, retain_graph=True) for w in weights]
     for x, *wanted in zip(batched, *loop, strict=True):
-        torch.testing.assert_close(x, torch.stack(wanted))
+        assert_same(x, torch.stack(wanted))
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -476,7 +485,7 @@ def test_vmap_is_a_loop(name: str, device: Device) -> None:
 
     loop = [(call(*x), *gradients(*x)) for x in zip(q, k, v, strict=True)]
     for x, *wanted in zip((vmap(call)(q, k, v), *vmap(gradients)(q, k, v)), *loop, strict=True):
-        torch.testing.assert_close(x, torch.stack(wanted))
+        assert_same(x, torch.stack(wanted))
 
 
 def test_forward_mode_needs_the_reference(device: Device) -> None:

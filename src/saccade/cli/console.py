@@ -14,7 +14,7 @@ from saccade.ops import dispatch
 
 def split_names(names: str) -> list[str]:
     """
-    >>> listed("host, decode,")
+    >>> split_names("host, decode,")
     ['host', 'decode']
     """
     return [name.strip() for name in names.split(",") if name.strip()]

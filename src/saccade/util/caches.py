@@ -26,7 +26,7 @@ class cached_attribute(Generic[T]):
 
     >>> class Circle:
     ...     r = 2.0
-    ...     @lazily
+    ...     @cached_attribute
     ...     def area(self) -> float:
     ...         return 3.14 * self.r**2
     >>> circle = Circle()
