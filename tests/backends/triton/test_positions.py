@@ -107,5 +107,5 @@ def test_positions_that_are_off_by_one_are_rejected(given, monkeypatch):
     def wrong(problem):
         return right(problem)._replace(k=positions.Offset.of(1, False, None))
 
-    monkeypatch.setattr(positions, "record", wrong)
+    monkeypatch.setattr(positions, "device_args", wrong)
     assert check(q, k, v, layout=layout, backend="triton", **keywords[given]).ratio > 1
