@@ -187,7 +187,7 @@ def _lengths(name: str, slots: Tensor, length: Tensor | None) -> Tensor:
     """
     if length is not None:
         arguments.tensors(**{name: length})
-        if tuple(length.shape) not in (tuple(slots.shape[:-1]), (len(slots),)):
+        if length.shape != slots.shape[:-1] and length.shape != slots.shape[:1]:
             raise ValueError(f"{name} must be ({len(slots)},), one number for each list, got {tuple(length.shape)}")
     if length is None:
         return torch.full(slots.shape[:-1], slots.shape[-1], dtype=torch.int32, device=slots.device)
