@@ -253,7 +253,7 @@ def test_serving(torch_device: str, seed: int, request: pytest.FixtureRequest, m
     monkeypatch.setattr(shared_pages, "LEAST_SAVED", 0)  # which decides on a GPU
     monkeypatch.setattr(shared_pages, "LEAST_KEYS", 0)
     server = Server(seed, torch_device)
-    for i in range(240 if request.config.getoption("--everything") else 60):
+    for i in range(1000 if request.config.getoption("--everything") else 60):
         error = server.step()
         assert error <= 1, f"step {i}: {error} of the tolerance"
     for event in ("admitted", "asks", "decode", "chunk", "tree", "branches", "shared", "evicted"):

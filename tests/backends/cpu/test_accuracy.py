@@ -26,7 +26,7 @@ FORMS = {
 
 def operands(s: int, d: int, spread: float, rows: int | None = None) -> list[torch.Tensor]:
     """q, k, v and dout, with scores of this standard deviation."""
-    numbers = [torch.randn(1, 2, n, d) for n in (rows or s, s, s, rows or s)]
+    numbers = [torch.randn(1, 8, n, d) for n in (rows or s, s, s, rows or s)]
     factors = spread**0.5, spread**0.5, 1.0, 1.0
     return [(x * factor).bfloat16() for x, factor in zip(numbers, factors, strict=True)]
 
