@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from saccade.call import Call
@@ -44,17 +45,23 @@ MOST_ROWS = 128
 """Rows of a program that gathers the keys of a list, those of all heads that share it."""
 
 
+def lists_and_rest(mask: Mask | None) -> tuple[list[Selected], Mask | None]:
+    """The lists that a mask combines by `&`, and what is beside them."""
+    parts = mask.parts if isinstance(mask, And) else () if mask is None else (mask,)
+    return _lists(parts), joined([part for part in parts if not isinstance(part, Selected)])
+
+
+def joined(parts: Sequence[Mask]) -> Mask | None:
+    """Parts of an `&` as one mask; None for no part."""
+    return None if not parts else parts[0] if len(parts) == 1 else And(tuple(parts))
+
+
 def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
     """The list of a mask that has one, and what is beside it by `&`."""
-    mask = call.mask
-    if mask is None or not mask.bounds_per_row:
+    if call.mask is None or not call.mask.bounds_per_row:
         return None
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    lists = [part for part in parts if isinstance(part, Selected)]
-    others = tuple([part for part in parts if not isinstance(part, Selected)])
-    if len(lists) != 1:
-        return None
-    return lists[0], None if not others else others[0] if len(others) == 1 else And(others)
+    lists, rest = lists_and_rest(call.mask)
+    return (lists[0], rest) if len(lists) == 1 else None
 
 
 def listed_heads(lists: Selected, call: Call) -> int:
@@ -73,19 +80,22 @@ def gathers(call: Call) -> bool:
     return few and max(d, d_v) <= 256 and call.dropout is None and call.descale is None
 
 
-def _lists(call: Call) -> list[Selected]:
-    leaves = () if call.mask is None or not call.mask.bounds_per_row else call.mask.leaves()
-    return [leaf for leaf in leaves if isinstance(leaf, Selected)]
+def _lists(masks: Iterable[Mask]) -> list[Selected]:
+    return [mask for mask in masks if isinstance(mask, Selected)]
+
+
+def _all_lists(call: Call) -> list[Selected]:
+    return [] if call.mask is None or not call.mask.bounds_per_row else _lists(call.mask.leaves())
 
 
 def _bytes(call: Call) -> int:
-    shapes = [TableShape.of(leaf, call) for leaf in _lists(call)]
+    shapes = [TableShape.of(leaf, call) for leaf in _all_lists(call)]
     return sum(4 * shape.lists * shape.words for shape in shapes)
 
 
 def explanation(call: Call, backend: str) -> str | None:
     """One line on how a backend runs the lists of a call, if it has some."""
-    if not (lists := _lists(call)) or backend == "reference":
+    if not (lists := _all_lists(call)) or backend == "reference":
         return None
     if backend == "triton" and gathers(call):
         return "lists of keys: a program gathers the keys of a list, for the rows and heads that share it"

@@ -185,12 +185,11 @@ def _lengths(name: str, slots: Tensor, length: Tensor | None) -> Tensor:
         ValueError: of another shape than one for each row, or each batch row.
         TypeError: not a tensor.
     """
-    if length is not None:
-        arguments.tensors(**{name: length})
-        if length.shape != slots.shape[:-1] and length.shape != slots.shape[:1]:
-            raise ValueError(f"{name} must be ({len(slots)},), one number for each list, got {tuple(length.shape)}")
     if length is None:
         return torch.full(slots.shape[:-1], slots.shape[-1], dtype=torch.int32, device=slots.device)
+    arguments.tensors(**{name: length})
+    if length.shape != slots.shape[:-1] and length.shape != slots.shape[:1]:
+        raise ValueError(f"{name} must be ({len(slots)},), one number for each list, got {tuple(length.shape)}")
     if slots.dim() == 3 and length.dim() == 1:
         return length[:, None].expand(slots.shape[:-1])
     return length

@@ -342,13 +342,8 @@ def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tens
         raise ValueError("nested k and v must have the same offsets")
     q_rows, k_rows, v_rows = (x.values() if ragged_dim == 1 else x.values().transpose(0, 1) for x in (q, k, v))
     bounds = _bound(q), _bound(k)
-    sequence_slices = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
-    return (
-        q_rows,
-        k_rows,
-        v_rows,
-        Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **sequence_slices),
-    )
+    positions = {"q_offset": layout.q_offset, "k_offset": layout.k_offset}
+    return q_rows, k_rows, v_rows, Nested(q.offsets(), k.offsets(), *bounds, nested_order=layout.order, **positions)
 
 
 def _bound(x: Any) -> int | None:

@@ -26,8 +26,9 @@ from saccade.backends.device.block_lists_kernel import (
 )
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
 from saccade.backends.device.records import constants, runtime_int
+from saccade.backends.key_lists import joined, lists_and_rest
 from saccade.call import Call
-from saccade.masks import TILE, And, Selected
+from saccade.masks import TILE
 from saccade.util.caches import derived
 
 
@@ -60,16 +61,12 @@ class Lists(NamedTuple):
     @staticmethod
     def of(call: Call) -> tuple[Lists | None, Call]:
         """The lists of a call, and the call without them, whose mask says where a tile is full."""
-        mask = call.mask
-        parts = mask.parts if isinstance(mask, And) else (mask,)
-        lists = [part for part in parts if isinstance(part, Selected)]
+        lists, rest = lists_and_rest(call.mask)
         if not lists:
             return None, call
-        rest = [part for part in parts if not isinstance(part, Selected)]
         samples = (2 if n >= TILE else TILE for n in (min(x.rows for x in lists), min(x.keys for x in lists)))
-        of_lists, others = (None if not x else x[0] if len(x) == 1 else And((*x,)) for x in (lists, rest))
-        device = masks.device_args(call.replace(mask=of_lists))
-        return Lists(device, *constants(*samples)), call.replace(mask=others)
+        device = masks.device_args(call.replace(mask=joined(lists)))
+        return Lists(device, *constants(*samples)), call.replace(mask=rest)
 
 
 def states(call: Call, launches: Launches) -> Tensor:
