@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from saccade.backends import configs
 from saccade.backends import hopper as gluon
+from saccade.backends.device import launch
 from saccade.backends.hopper import tma_launch
 from saccade.ops import dispatch
 from saccade.util import hardware
@@ -80,6 +81,7 @@ def emulated(seed: int = 0, processors: int = 3) -> Iterator[Emulation]:
         (hardware, "multiprocessors", lambda device: processors),
         (hardware, "shared_bytes", lambda device: 232_448),
         (configs, "gpu_of", lambda device: "h200"),
+        (launch, "triton_backend", lambda: None),  # so that nothing outlives the emulation
         (torch.cuda, "is_current_stream_capturing", lambda: False),
     ]
     _forget()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -32,12 +33,17 @@ def relaxed_capture() -> Iterator[None]:
     if torch.version.hip or not torch.cuda.is_initialized():
         yield
         return
-    exchange, mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode, ctypes.c_int(_RELAXED)
+    exchange, mode = _exchange(), ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+from saccade.backends.device import launch as launches
 from saccade.backends.device import replay
 from saccade.backends.device.launch import Launch
 from saccade.backends.device.replay import Encoding, PackedLaunch, packed
@@ -249,7 +250,7 @@ def test_allocations_views_and_launches_are_recorded(
     assert space not in (0, x, y, result)
 
 
-def test_whatever_else_a_call_does_is_not_repeated(launch: Launch) -> None:
+def test_whatever_else_a_call_does_is_not_repeated(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(x: Tensor, y: Tensor, out: Tensor | None = None) -> list[Tensor]:
         out = torch.empty(8, 8) if out is None else out
         launch(None, (x, y, out, out, 3))
@@ -275,6 +276,7 @@ def test_whatever_else_a_call_does_is_not_repeated(launch: Launch) -> None:
     assert recorded(lambda x, y: launched(x, y[2:]), one[0], one[0]) is not None  # a key says that they are one
     assert recorded(lambda x, y: launched(x, y[2:]), one[0], one[0, 2:]) is None  # or which of two
     launch.compiled = None
+    monkeypatch.setattr(launches, "triton_backend", lambda: None)
     assert recorded(launched, *given) is None
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton._C.libtriton import native_specialize_impl
+from triton.compiler import make_backend
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import DependenciesFinder
 
@@ -18,6 +24,7 @@ from saccade.backends.device.replay import hooked
 from saccade.call import Call
 from saccade.layouts import Packed
 from saccade.util import hardware
+from saccade.util.caches import BoundedCache
 from saccade.util.kept_memory import relaxed_capture
 
 # Keys of compiled kernels that do not depend on what a process compiled before.
@@ -39,10 +46,58 @@ def install() -> None:
     DependenciesFinder._update_hash = _of_callee_first
 
 
-# Launches of compiled kernels, for every backend that has them.
-
-
 install()
+
+
+# What Triton compiled, without its look-up, which costs the first launch of a plan more than all else in the call.
+
+
+class CompiledKey:
+    """Launches of one kernel share what was compiled **if Triton specialises their arguments alike, and their constants
+    are equal numbers of one type or the same objects**."""
+
+    def __init__(
+        self, device: Any, kernel: Any, arguments: Sequence[Any], constants: Sequence[Any], options: Hashable
+    ) -> None:
+        self.held = kernel, *constants  # an id is the object's while that lives
+        self.key = self._key(arguments, (device, options))
+
+    def _key(self, arguments: Sequence[Any], options: Hashable) -> Hashable:
+        if (backend := triton_backend()) is None:
+            return None
+        specialised = [native_specialize_impl(backend, x, False, True, True) for x in arguments]
+        return options, *specialised, *map(_identity, self.held)
+
+    def find(self) -> Any:
+        """The compiled kernel, or None."""
+        return None if self.key is None else (_compiled.get(self.key) or (None,))[0]
+
+    def keep(self, compiled: Any) -> Any:
+        if self.key is not None:
+            _compiled.put(self.key, (compiled, self.held))
+        return compiled
+
+
+_compiled: BoundedCache[Hashable, tuple[Any, Any]] = BoundedCache(4096)
+
+
+def _identity(x: Any) -> Hashable:
+    """What tells a constant from others: its type and value, or which object it is."""
+    kind = type(x)
+    if kind is tl.constexpr:
+        return kind, _identity(x.value)
+    if isinstance(x, tuple):
+        return kind, *map(_identity, x)
+    return (kind, x) if isinstance(x, (int, str)) or x is None else id(x)
+
+
+@cache
+def triton_backend() -> Any:
+    """What Triton compiles for; None in the interpreter, which compiles nothing."""
+    return None if knobs.runtime.interpret else make_backend(cast(Any, driver.active.get_current_target()))
+
+
+# Launches of compiled kernels, for every backend that has them.
 
 
 @dataclass
@@ -64,9 +119,14 @@ class Launch:
     """How many a thread may have, so that a multiprocessor has more programs; None is up to the compiler."""
 
     def __call__(self, device: Any, arguments: tuple[Any, ...]) -> None:
+        key = None
+        if self.compiled is None:
+            options = self.warps, self.stages, self.least_stages, self.fuses, self.registers
+            key = CompiledKey(device, self.kernel, arguments, self.constants, options)
+            self.compiled = key.find()
         replay.note_launch(self.compiled, self.grid, (*arguments, *self.constants))
-        if self.compiled is None:  # as always in the interpreter, which compiles nothing
-            self.compiled = self._first(arguments)
+        if self.compiled is None and key is not None:  # as always in the interpreter, which compiles nothing
+            self.compiled = key.keep(self._first(arguments))
         else:
             run(self.compiled, self.grid, device, (*arguments, *self.constants))
 

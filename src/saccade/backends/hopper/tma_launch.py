@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from saccade.backends.device import replay
-from saccade.backends.device.launch import run
+from saccade.backends.device.launch import CompiledKey, run
 from saccade.backends.device.replay import Encoding, hooked
 from saccade.backends.hopper import shim
 from saccade.call import strides
@@ -56,19 +56,29 @@ class TMALaunch:
     def __call__(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
         """Starts the kernel on the current stream: the descriptors' tensors, what comes before the numbers, and what
         comes after them."""
+        constants = self.constants.values()
+        if self.compiled is None and not self._found(device, operands, arguments, *scale):
+            return
         if replay.current() is not None:
             self._note(operands, arguments, *scale)
-        if self.compiled is None:
-            options = {**self.constants, **self.options}
-            with relaxed_capture():
-                self.keep(self.kernel[self.grid](*self._arguments(operands, arguments, *scale), **options))
-            return
-        constants = self.constants.values()
         if self.encoded is None or hooked():
             run(self.compiled, self.grid, device, (*self._arguments(operands, arguments, *scale), *constants))
         else:
             descriptors = self.encoded.descriptors(operands)
             run(self.encoded, self.grid, device, (*descriptors, *arguments, *self.numbers, *scale, *constants))
+
+    def _found(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> bool:
+        """Whether another launch compiled the kernel; otherwise this one compiles and starts it."""
+        given = self._arguments(operands, arguments, *scale)
+        key = CompiledKey(device, self.kernel, given, [*self.constants.values()], tuple(self.options.items()))
+        if (compiled := key.find()) is not None:
+            self.keep(compiled)
+            return True
+        if replay.current() is not None:
+            self._note(operands, arguments, *scale)
+        with relaxed_capture():
+            self.keep(key.keep(self.kernel[self.grid](*given, **self.constants, **self.options)))
+        return False
 
     def keep(self, compiled: Any) -> None:
         """Makes later calls run the compiled kernel."""
