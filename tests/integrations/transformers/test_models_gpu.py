@@ -7,6 +7,7 @@ generates eager attention's tokens. `test_models.py` has the same work on a CPU.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -202,11 +203,14 @@ def test_continuous_batching(name: str, level: int) -> None:
     model._compatible_flash_implementations = [FOR_BATCHES]
     model.set_attn_implementation(FOR_BATCHES)
     torch._dynamo.reset()
-    pages = {"page_size": 32, "num_blocks": 64, "max_batch_tokens": 128, "max_requests_per_batch": 8}
+    options = {"num_blocks": 64, "max_batch_tokens": 128, "max_requests_per_batch": 8, "default_compile_level": level}
+    options |= dict.fromkeys(("page_size", "block_size"), 32)  # one name for it in newer versions, one in older ones
+    config = transformers.ContinuousBatchingConfig
+    taken = inspect.signature(config).parameters
     results = model.generate_batch(
         inputs=prompts,
         generation_config=transformers.GenerationConfig(**words),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(**pages, default_compile_level=level),
+        continuous_batching_config=config(**{name: x for name, x in options.items() if name in taken}),
     )
     found = {tuple(x.prompt_ids): list(x.generated_tokens) for x in results.values()}
     assert [found[tuple(x)] for x in prompts] == alone, [x.error for x in results.values()]
