@@ -52,21 +52,40 @@ class Fit:
 
 BACKENDS = "gluon", "triton"
 PARTS = "configs", "features", "combinations"
-READ = "read"
+SAMPLE, READ = "sample", "read"
 
 
 def keys(words: Sequence[str] = ()) -> Iterator[str]:
     """The rows that the words choose; without a word, those of all backends and parts.
 
     `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
-    else a call may have. `combinations`: several features in one kernel; they take longest, and CI omits them.
+    else a call may have. `combinations`: several features in one kernel. `sample`: of both, rows that together have
+    every kernel, size and feature that `configs` lacks.
     """
-    if unknown := set(words) - {*BACKENDS, *PARTS, READ}:
-        known = ", ".join((*BACKENDS, *PARTS, READ))
+    if unknown := set(words) - {*BACKENDS, *PARTS, SAMPLE, READ}:
+        known = ", ".join((*BACKENDS, *PARTS, SAMPLE, READ))
         raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}")
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:
-        for part in [word for word in PARTS if word in words] or PARTS:
-            yield from getattr(_gate(backend), part)()
+        gate = _gate(backend)
+        for part in [word for word in (*PARTS, SAMPLE) if word in words] or PARTS:
+            yield from sampled(gate) if part == SAMPLE else getattr(gate, part)()
+
+
+def sampled(gate: Any) -> Iterator[str]:
+    """Next comes the row with the most that no row before it has: sizes, and features of its kernel."""
+
+    def of(row: str) -> set[str]:
+        backend, kernel, size, dims, *features = row.split()
+        return {size, dims, f"{backend} {kernel}", *(f"{kernel} {feature}" for feature in features)}
+
+    def new(row: str) -> int:
+        return len(of(row) - seen)
+
+    seen = {x for row in gate.configs() for x in of(row)}
+    rows = [*gate.features(), *gate.combinations()]
+    while new(best := max(rows, key=new)):
+        yield best
+        seen |= of(best)
 
 
 def _gate(backend: str) -> Any:
