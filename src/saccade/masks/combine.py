@@ -24,7 +24,7 @@ from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
 from saccade.masks.selected import ListedSlots, Selected
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 from saccade.util.imports import after_import
 
 

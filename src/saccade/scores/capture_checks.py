@@ -11,7 +11,7 @@ from saccade.scores.callbacks.score_callback import CallbackMod
 from saccade.scores.codegen.program import program_of
 from saccade.scores.library import Ready
 from saccade.scores.tracing.tape import TILE
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 
 
 class Sizes(NamedTuple):
