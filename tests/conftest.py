@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from saccade.backends.cpu import thread_pool, tiled
+from saccade.backends.cpu import tiled
 from saccade.util import hardware
 from tests.support.devices import DEVICES, EMULATES, INTERPRETED, Device, on
 
@@ -95,7 +95,7 @@ def place(request, monkeypatch):
     if request.param.processor:
         monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param.processor)
     if request.param.threads:
-        monkeypatch.setattr(thread_pool, "threads", lambda: request.param.threads)
+        monkeypatch.setattr(tiled, "threads", lambda: request.param.threads)
         monkeypatch.setattr(tiled, "ALONE", 0)
     return request.param
 
