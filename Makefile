@@ -17,7 +17,7 @@ RANDOM_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-transformers test-vllm test-torch test-all random gate lint types format docs docs-browse dist release-check release clean
+.PHONY: help install demo quick test test-transformers test-vllm test-torch test-all random gate gate-all lint types format docs docs-browse dist release-check release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 26
@@ -56,10 +56,15 @@ random: .venv/dev.stamp  ## random calls of the whole API against float64 for th
 test-all:  ## all cases of all tests that need no GPU, but of matrices a sample
 	$(MAKE) test test-transformers TEST_ARGS="--all $(TEST_ARGS)"
 
-# Features are left to the newest, whose compiler spills most; the oldest reads those of Triton's kernels.
-gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, on the oldest and the newest Triton
-	$(BIN)/python -W ignore -m tests.gate configs features
-	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate gluon configs
+# The newest compiler spills most. The oldest timed the tables; a masked kernel has the loop of one without a mask too.
+gate: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## every shipped tile config compiles for Hopper, and each feature once
+	$(BIN)/python -W ignore -m tests.gate configs sample
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate gluon configs masked
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate triton sample read
+
+gate-all: .venv/dev.stamp .venv/triton .venv/triton-$(OLDEST)  ## the same of all rows, on the oldest and the newest Triton
+	$(BIN)/python -W ignore -m tests.gate
+	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate gluon configs features
 	PYTHONPATH=.venv/triton-$(OLDEST) $(BIN)/python -W ignore -m tests.gate triton configs features read
 
 # A CUDA build of torch brings the one Triton that it requires; a CPU build brings none.

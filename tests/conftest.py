@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import hypothesis
 import pytest
 import torch
 
-from saccade.backends.cpu import thread_pool, tiled
+from saccade.backends.cpu import tiled
 from saccade.util import hardware
 from tests.support.devices import DEVICES, EMULATES, INTERPRETED, Device, on
 
@@ -95,7 +96,7 @@ def place(request, monkeypatch):
     if request.param.processor:
         monkeypatch.setattr(hardware, "cpu_bf16", lambda: request.param.processor)
     if request.param.threads:
-        monkeypatch.setattr(thread_pool, "threads", lambda: request.param.threads)
+        monkeypatch.setattr(tiled, "threads", lambda: request.param.threads)
         monkeypatch.setattr(tiled, "ALONE", 0)
     return request.param
 
@@ -312,6 +313,11 @@ def _device(item):
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if isinstance(params.get("device"), Device):
         return params["device"].name
-    if "triton" in item.path.parts:
+    return _device_of_file(item.path)
+
+
+@cache
+def _device_of_file(path):
+    if "triton" in path.parts:
         return "interpreter"
-    return "emulator" if any(item.path.is_relative_to(TESTS / x) for x in EMULATED) else "cpu"
+    return "emulator" if any(path.is_relative_to(TESTS / x) for x in EMULATED) else "cpu"

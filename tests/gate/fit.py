@@ -52,21 +52,39 @@ class Fit:
 
 BACKENDS = "gluon", "triton"
 PARTS = "configs", "features", "combinations"
-READ = "read"
+SAMPLE, READ = "sample", "read"
 
 
-def keys(words: Sequence[str] = ()) -> Iterator[str]:
+def keys(words: Sequence[str] = ()) -> list[str]:
     """The rows that the words choose; without a word, those of all backends and parts.
 
     `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
-    else a call may have. `combinations`: several features in one kernel; they take longest, and CI omits them.
+    else a call may have. `combinations`: several features in one kernel. `sample`: of both, rows that together have
+    every kernel, size and feature that `configs` lacks. Any other word, such as `masked`: the rows that have it.
     """
-    if unknown := set(words) - {*BACKENDS, *PARTS, READ}:
-        known = ", ".join((*BACKENDS, *PARTS, READ))
-        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}")
+    rows: list[str] = []
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:
-        for part in [word for word in PARTS if word in words] or PARTS:
-            yield from getattr(_gate(backend), part)()
+        gate = _gate(backend)
+        for part in [word for word in (*PARTS, SAMPLE) if word in words] or PARTS:
+            rows += sampled(gate) if part == SAMPLE else getattr(gate, part)()
+    wanted = set(words) - {*BACKENDS, *PARTS, SAMPLE, READ}
+    if unknown := wanted - {word for row in rows for word in row.split()}:
+        known = ", ".join((*BACKENDS, *PARTS, SAMPLE, READ))
+        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}, and words of rows")
+    return [row for row in rows if wanted <= {*row.split()}]
+
+
+def sampled(gate: Any) -> Iterator[str]:
+    """Next comes the row with the most words that no row before it has. The kernel is one, and so are its sizes."""
+    seen = {word for row in gate.configs() for word in row.split()}
+    rows = [*gate.features(), *gate.combinations()]
+
+    def new(row: str) -> tuple[int, bool]:
+        return len({*row.split()} - seen), row.split()[1] != "forward"  # which takes longest to compile
+
+    while new(best := max(rows, key=new))[0]:
+        yield best
+        seen |= {*best.split()}
 
 
 def _gate(backend: str) -> Any:

@@ -70,8 +70,18 @@ def test_rows_are_chosen_by_words():
     pytest.importorskip("triton", reason="the extra [triton]")
     assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"]), *keys(["combinations"])])
     assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
-    with pytest.raises(SystemExit, match="no cuda, but gluon, triton, configs, features, combinations, read"):
-        list(keys(["cuda"]))
+    assert keys(["gluon", "configs", "queued", "d64/64"]) == ["gluon backward 16bit d64/64 queued"]
+    with pytest.raises(SystemExit, match=r"no cuda, but .*, sample, read, and words"):
+        keys(["cuda"])
+
+
+@pytest.mark.parametrize("backend", ["gluon", "triton"])
+def test_a_sample_has_every_feature(backend):
+    pytest.importorskip("triton", reason="the extra [triton]")
+    every, sample = [*keys([backend])], [*keys([backend, "configs", "sample"])]
+    assert {word for row in every for word in row.split()} == {word for row in sample for word in row.split()}
+    assert {*sample} < {*every}
+    assert len({*sample}) == len(sample)
 
 
 @pytest.mark.parametrize("row", ["triton spread_rows 16bit d128/128", "triton rank_sums 16bit d128/128"])

@@ -38,7 +38,7 @@ SHARED_BY_BACKENDS = "device", "block_sparsity", "key_lists", "configs", "backen
 # What besides torch and the standard library may be imported, anywhere in a file.
 FOREIGN = {
     "masks/base": {"matplotlib"},  # Mask.plot
-    "distributed/picture": {"matplotlib"},
+    "distributed/context_plan": {"matplotlib"},
     "backends/triton": {"triton"},
     "backends/device": {"triton"},
     "backends/hopper": {"triton"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -39,11 +40,15 @@ GONE = {
 STANDS = {"lower": "a method of str, and the lower half of columns", "outrun": "an attribute that users read"}
 
 
+@cache
+def every_node() -> list[tuple[str, ast.AST]]:
+    trees = ((name, ast.parse(file.read_text(encoding="utf-8"))) for name, file in FILES.items())
+    return [(name, node) for name, tree in trees for node in ast.walk(tree)]
+
+
 def nodes(kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
     """Nodes of the package's files, each with its file."""
-    for name, file in FILES.items():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, kind))
+    return ((name, node) for name, node in every_node() if isinstance(node, kind))
 
 
 def test_a_class_name_stands_for_one_class():

@@ -20,7 +20,7 @@ from saccade.call.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.call.dropout import Dropout
 from saccade.util import arguments
-from saccade.util.compile_constant import exports
+from saccade.util.caches import exports
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor[] captures, Tensor[] tensors, str header, SymInt[] ints, "

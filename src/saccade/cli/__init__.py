@@ -1,4 +1,4 @@
-"""The command line, `saccade` or `python -m saccade`: a module for each command, and the application in `app`."""
+"""The command line, `saccade` or `python -m saccade`: commands, and the application in `app`."""
 
 from __future__ import annotations
 

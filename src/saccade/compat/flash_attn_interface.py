@@ -94,10 +94,10 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 4 + 2 + 2, 8), num_heads_q=4).shape
     torch.Size([2, 16, 4, 8])
     """
-    descale = _descale(None, q_descale, k_descale, v_descale)
     q, k, v = _unpacked(qkv, num_heads_q)
-    terms = Terms(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, descale)
-    return attend(q, k, v, BSHD, terms, None, attention_chunk)
+    scales = q_descale, k_descale, v_descale
+    terms = window_size, attention_chunk, softcap, 1, None, deterministic, sm_margin, return_attn_probs
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, *scales, *terms)
 
 
 def _unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from saccade.distributed import estimates, picture
+from saccade.distributed import estimates
 from saccade.distributed.arriving import ArrivingRows
 from saccade.distributed.exchanges import Broadcast, Exchange, HeadExchange, RowExchange, moved, numbers, repeated
 from saccade.distributed.groups import Ranks, cached_method, constant
@@ -420,8 +420,62 @@ class ContextPlan:
 
     def draw(self, width: int = 72, path: Any = None) -> str:
         """Who has what: a line for each document, a sign for each rank. With `path` a picture too, by matplotlib."""
-        return picture.drawn(self, arguments.integer("width", width, least=1), path)
+        return drawn(self, arguments.integer("width", width, least=1), path)
 
     def __repr__(self) -> str:
         what = f"{len(self.lengths)} documents" if self.batch is None else f"a batch {(self.batch, self.lengths[0])}"
         return f"ContextPlan({what}, {sum(self.lengths)} rows over {self.size} ranks, {self.method})"
+
+
+# Who has what, as text or by matplotlib.
+
+
+SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MOST_LINES = 40
+
+
+def drawn(plan: ContextPlan, width: int, path: Any) -> str:
+    """A line for each of the longest documents, in their order; each sign stands for as many rows."""
+    if path is not None:
+        _saved(plan, path)
+    lengths = plan.lengths
+    longest = max(lengths, default=0)
+    shown = sorted(sorted(range(len(lengths)), key=lambda i: -lengths[i])[:MOST_LINES])
+    scale = max(1, -(-longest // max(width, 1)))
+    lines = [f"{plan!r}; a sign is {scale} row{'s' if scale > 1 else ''}"]
+    owners = _owners(plan)
+    for i in shown:
+        signs = "".join(_sign(owners[i], at) for at in range(0, lengths[i], scale))
+        lines.append(f"{i:6} {signs} {lengths[i]}")
+    if len(shown) < len(lengths):
+        lines.append(f"       and {len(lengths) - len(shown)} shorter documents")
+    return "\n".join(lines)
+
+
+def _owners(plan: ContextPlan) -> list[list[tuple[int, int, int]]]:
+    """For each document (start, stop, rank) of its pieces, in order."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in plan.lengths]
+    for rank, pieces in enumerate(plan.sharding.by_rank):
+        for piece in pieces:
+            found[piece.document].append((piece.start, piece.stop, rank))
+    return [sorted(pieces) for pieces in found]
+
+
+def _sign(pieces: list[tuple[int, int, int]], at: int) -> str:
+    rank = next(rank for start, stop, rank in pieces if start <= at < stop)
+    return SIGNS[rank % len(SIGNS)]
+
+
+def _saved(plan: ContextPlan, path: Any) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.5 + 0.12 * min(len(plan.lengths), 80)), layout="constrained")
+    axes = figure.add_subplot()
+    order = sorted(range(len(plan.lengths)), key=lambda i: -plan.lengths[i])
+    owners = _owners(plan)
+    for line, i in enumerate(order):
+        for start, stop, rank in owners[i]:
+            axes.barh(line, stop - start, left=start, height=0.8, color=f"C{rank % 10}")
+    axes.invert_yaxis()
+    axes.set(xlabel="position in the document", ylabel="documents, the longest first", title=repr(plan))
+    figure.savefig(path, dpi=120)

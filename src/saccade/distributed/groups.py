@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from saccade.util import arguments
-from saccade.util.compile_constant import callable_of, compile_constant
+from saccade.util.caches import callable_of, compile_constant
 from saccade.util.kept_memory import keep
 
 # What a plan makes once, and what torch.compile meets of it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saccade.compat.alibi import alibi
+from saccade.compat.flash_attn.call import alibi
 from saccade.masks import Mask, causal, window
 from saccade.scores import compose, softcap
 

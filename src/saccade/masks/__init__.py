@@ -1,6 +1,6 @@
 """Which query may attend to which key."""
 
-from saccade.masks.base import UNBOUNDED, Mask
+from saccade.masks.base import FARTHEST, UNBOUNDED, Extent, Interval, Mask, Positions
 from saccade.masks.builtin import Documents, Prefix, Window, causal, documents, prefix, window
 from saccade.masks.combine import (
     KINDS,
@@ -19,7 +19,6 @@ from saccade.masks.combine import (
     program_names,
     programs,
 )
-from saccade.masks.hull import FARTHEST, Extent, Interval, Positions
 from saccade.masks.interval import KeyInterval, interval
 from saccade.masks.predicates import (
     EMPTY,

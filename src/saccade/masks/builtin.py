@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.masks.base import UNBOUNDED, Mask
-from saccade.masks.hull import FARTHEST, Extent, Interval
+from saccade.masks.base import FARTHEST, UNBOUNDED, Extent, Interval, Mask
 
 
 @dataclass(frozen=True, eq=False)

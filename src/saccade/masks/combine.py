@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.base import COMBINATIONS, Mask, PredicateMask
+from saccade.masks.base import COMBINATIONS, Extent, Interval, Mask, PredicateMask
 from saccade.masks.builtin import Documents, Prefix, Window, bound
-from saccade.masks.hull import Extent, Interval
 from saccade.masks.interval import KeyInterval
 from saccade.masks.predicates import Blocked, MaskMod, OfRow, TensorMask
 from saccade.masks.selected import ListedSlots, Selected
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 from saccade.util.imports import after_import
 
 

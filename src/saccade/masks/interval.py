@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from saccade.masks.base import Mask
-from saccade.masks.hull import FARTHEST, Extent, Interval, at
+from saccade.masks.base import FARTHEST, Extent, Interval, Mask, at
 from saccade.scores import Sizes
 from saccade.util import arguments
 

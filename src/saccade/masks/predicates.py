@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from saccade import scores
-from saccade.masks.base import COMBINATIONS, Mask, PredicateMask, WrappedMask
-from saccade.masks.hull import Extent
+from saccade.masks.base import COMBINATIONS, Extent, Mask, PredicateMask, WrappedMask
 from saccade.util import arguments
-from saccade.util.caches import derived_from_values
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant, derived_from_values
 from saccade.util.kept_memory import apart
 
 TILE = 64

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saccade.masks.base import Mask, PredicateMask
-from saccade.masks.hull import Extent, at
+from saccade.masks.base import Extent, Mask, PredicateMask, at
 from saccade.scores import Sizes
 from saccade.util import arguments
 

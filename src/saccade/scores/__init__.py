@@ -1,9 +1,20 @@
 """How a scaled score changes before the softmax."""
 
-from saccade.scores.bind import bind, captured, evaluated, from_tensors, guarded, is_kind, predicate, traced_predicate
+from saccade.scores.bind import (
+    Sizes,
+    bind,
+    captured,
+    complaint,
+    evaluated,
+    from_tensors,
+    guarded,
+    is_kind,
+    predicate,
+    short,
+    traced_predicate,
+)  # fmt: skip
 from saccade.scores.callbacks.graph import Graph, data_type
 from saccade.scores.callbacks.score_callback import callback_clear, callback_info, callback_key, score_callback
-from saccade.scores.capture_checks import Sizes, complaint, short
 from saccade.scores.codegen.program import CacheInfo, cache_clear, cache_info, program_of
 from saccade.scores.codegen.program_text import read_programs, written_programs
 from saccade.scores.codegen.ranges import LONGEST

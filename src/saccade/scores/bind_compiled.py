@@ -12,7 +12,7 @@ from saccade.scores.codegen.program import cache, pinned, program_of
 from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, WithDerivative, name_of
 from saccade.scores.tracing import dynamo
 from saccade.scores.tracing.trace import Trace, trace_function
-from saccade.util.compile_constant import callable_of, compile_constant, standing_for
+from saccade.util.caches import callable_of, compile_constant, standing_for
 
 
 class CompiledScore(Score):

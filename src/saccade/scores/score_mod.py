@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.scores.codegen.program import Program, program_of
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.tracing.tape import broadcast_shape, refuse
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 from saccade.util.memory_layout import ALIGNMENT, address
 
 Function = Callable[..., Tensor]

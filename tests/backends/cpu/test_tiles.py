@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saccade import attention, bias, causal, mask_mod, softcap, window
-from saccade.backends.cpu import score_mods, sdpa, thread_pool, tiled, tiling
+from saccade.backends.cpu import score_mods, sdpa, tiled, tiling
 from saccade.call.spec import TORCH_DTYPES
 from saccade.testing import check
 from saccade.util.caches import BoundedCache
@@ -25,20 +25,20 @@ def operands(*lengths: int, dtype: torch.dtype = torch.float32, h_q: int = 4, h_
 @pytest.fixture
 def crew(monkeypatch):
     """Three threads, however small the call."""
-    monkeypatch.setattr(thread_pool, "threads", lambda: 3)
+    monkeypatch.setattr(tiled, "threads", lambda: 3)
     monkeypatch.setattr(tiled, "ALONE", 0)
 
 
 def test_every_item_once():
     done = []
-    thread_pool.spread(range(100), lambda: done.append, 4)
+    tiled.spread(range(100), lambda: done.append, 4)
     assert sorted(done) == list(range(100))
 
 
 def test_threads_work_alone_and_stay_few():
     numbers, before, own = set(), threading.active_count(), torch.get_num_threads()
     for _ in range(50):
-        thread_pool.spread(range(20), lambda: lambda _: numbers.add(torch.get_num_threads()), 3)
+        tiled.spread(range(20), lambda: lambda _: numbers.add(torch.get_num_threads()), 3)
     assert numbers == {1}
     assert threading.active_count() <= before + 64
     assert torch.get_num_threads() == own
@@ -57,7 +57,7 @@ def test_an_exception_comes_through_and_ends_the_drawing():
         raise ValueError("of an item")
 
     with pytest.raises(ValueError, match="of an item"):
-        thread_pool.spread(range(1000), lambda: fails, 3)
+        tiled.spread(range(1000), lambda: fails, 3)
     assert len(drawn) <= 3
     test_every_item_once()
 
@@ -74,9 +74,9 @@ def test_modes_of_the_caller(crew):
     assert attention(*leaves, mask=window(9, 2)).requires_grad
     seen = []
     with torch.inference_mode():
-        thread_pool.spread(range(3), lambda: lambda _: seen.append(torch.is_inference_mode_enabled()), 3)
+        tiled.spread(range(3), lambda: lambda _: seen.append(torch.is_inference_mode_enabled()), 3)
     assert seen == [True] * 3
-    thread_pool.spread(range(3), lambda: lambda _: seen.append(torch.is_grad_enabled()), 3)
+    tiled.spread(range(3), lambda: lambda _: seen.append(torch.is_grad_enabled()), 3)
     assert seen[3:] == [False] * 3
 
 
@@ -85,9 +85,9 @@ def test_after_a_fork(fresh_process):
     code = """
 import os, torch
 from saccade import attention, window
-from saccade.backends.cpu import thread_pool, tiled
+from saccade.backends.cpu import tiled
 torch.set_num_threads(1)
-thread_pool.threads, tiled.ALONE = (lambda: 2), 0
+tiled.threads, tiled.ALONE = (lambda: 2), 0
 q = torch.randn(1, 4, 70, 16)
 run = lambda: attention(q, q, q, mask=window(9, 2))
 first, child = run(), os.fork()
@@ -100,7 +100,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), torch.equal(run(), fir
 
 def test_a_user_s_one_thread_is_respected(monkeypatch):
     submitted = []
-    monkeypatch.setattr(thread_pool, "_executor", lambda: submitted.append(1))
+    monkeypatch.setattr(tiled, "_executor", lambda: submitted.append(1))
     assert torch.get_num_threads() == 1
     attention(*operands(300), mask=window(100, 3))
     assert not submitted
@@ -109,7 +109,7 @@ def test_a_user_s_one_thread_is_respected(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(threads, monkeypatch):
     """With gradients of a captured tensor, which all items add to."""
-    monkeypatch.setattr(thread_pool, "threads", lambda: threads)
+    monkeypatch.setattr(tiled, "threads", lambda: threads)
     monkeypatch.setattr(tiled, "ALONE", 0)
     q, k, v = operands(150, 190, dtype=torch.bfloat16)
     table = torch.randn(4, requires_grad=True)

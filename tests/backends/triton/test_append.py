@@ -9,8 +9,8 @@ import triton.language as tl
 
 from saccade.backends import Append, Rotary
 from saccade.backends.cpu import append as operations
+from saccade.backends.triton import append
 from saccade.backends.triton import append as launches
-from saccade.backends.triton import append_kernel
 from saccade.call.descale import Factors
 from saccade.layouts import CacheSlots, Paged
 
@@ -183,17 +183,17 @@ def test_factors_of_blocks():
 
 @triton.jit
 def _cut_short(x, factor, shape):
-    return append_kernel.encoded(tl.div_rn(x.to(tl.float32) * 0.99, factor + tl.zeros_like(x)), shape)
+    return append.encoded(tl.div_rn(x.to(tl.float32) * 0.99, factor + tl.zeros_like(x)), shape)
 
 
 @triton.jit
 def _of_first_head(factor, at, h, h_k):
-    return append_kernel.factor_at(factor, at.sequence, h * 0, at.position)[:, None]
+    return append.factor_at(factor, at.sequence, h * 0, at.position)[:, None]
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("_bytes", _cut_short), ("_factors", _of_first_head)])
 def test_wrong_kernels_are_rejected(name, wrong, monkeypatch):
     call = quantizing(torch.float8_e4m3fn, torch.float32, None, 1)
-    monkeypatch.setattr(append_kernel, name, wrong)
+    monkeypatch.setattr(append, name, wrong)
     with pytest.raises(AssertionError):
         assert_same(call, with_copies(call))

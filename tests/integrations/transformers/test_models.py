@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, cache, register
+from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, register
 
 transformers = pytest.importorskip("transformers")
 
@@ -219,10 +219,10 @@ def block_tables(model):
     """Continuous batching of transformers 5 as on a GPU: tokens after the prompt go by block tables."""
     from transformers.generation.continuous_batching import initialization
 
-    tables, written = [], cache._written
+    tables, written = [], attention._written
     with (
         patch.object(initialization, "ensure_decode_fast_path_is_available", lambda *_: None),
-        patch.object(cache, "_written", lambda *rest: tables.append(1) or written(*rest)),
+        patch.object(attention, "_written", lambda *rest: tables.append(1) or written(*rest)),
     ):
         result = generate_batch(model)
     assert bool(tables) == (model.config._attn_implementation != "eager")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saccade import Unsupported, alibi, causal, compose, softcap, window
-from saccade.compat.alibi import alibi as alibi_by_distance
+from saccade.compat.flash_attn.call import alibi as alibi_by_distance
 
 # The orders of memory that vLLM has, of (pages, heads, rows, content): HND and NHD, and heads outermost.
 ORDERS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}

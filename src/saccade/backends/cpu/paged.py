@@ -16,8 +16,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.backends import Outputs
 from saccade.backends.cpu import tiled
-from saccade.backends.cpu.online_softmax import OnlineSoftmax, Scratch, wide_product
-from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, products_dtype
+from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, OnlineSoftmax, Scratch, products_dtype, wide_product
 from saccade.call import Call
 from saccade.call.descale import factor_of_rows
 from saccade.layouts import Paged, SlotRows

@@ -2,18 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from saccade.backends import Gradients, Outputs, Saved
-from saccade.backends.cpu import thread_pool
-from saccade.backends.cpu.online_softmax import LARGE, OnlineSoftmax, exp_less, product, wide_product
-from saccade.backends.cpu.tiling import TILE_ELEMENTS, Tile, Tiling, Worker, scores_dtype, tiling_of, wide_dtype
+from saccade.backends.cpu.tiling import (
+    LARGE,
+    TILE_ELEMENTS,
+    OnlineSoftmax,
+    Tile,
+    Tiling,
+    Worker,
+    exp_less,
+    product,
+    scores_dtype,
+    tiling_of,
+    wide_dtype,
+    wide_product,
+)
 from saccade.call import Call
 from saccade.layouts import empty_like_rows
+
+# Work spread over threads of our own, each of which runs PyTorch's operations alone.
+#
+# An operation that PyTorch itself spreads over threads ends in a barrier, and a tile has a dozen of them: with
+# another process on one of the cores, each of them waits for the slowest thread. Here a thread draws the next item
+# after it has done one. A slow core takes fewer items, and threads wait only at the end. A result has the same bits
+# on any thread.
+
+
+Item = TypeVar("Item")
+
+
+def threads() -> int:
+    """How many the caller may use: torch's number, or one where threads cannot have numbers of their own."""
+    return torch.get_num_threads() if _own_numbers() else 1
+
+
+def spread(items: Iterable[Item], start_worker: Callable[[], Callable[[Item], None]], workers: int) -> None:
+    """Runs every item once, by at most `workers` threads, each of which calls `start_worker` for what runs its items.
+
+    After the first exception no more items are drawn; it is raised when all threads are done.
+    """
+    queue, lock, stopped = iter(items), threading.Lock(), threading.Event()
+    inference = torch.is_inference_mode_enabled()
+
+    def draw() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            run = start_worker()
+            try:
+                while not stopped.is_set():
+                    with lock:
+                        item = next(queue, _END)
+                    if item is _END:
+                        return
+                    run(item)  # pyright: ignore[reportArgumentType]
+            except BaseException:
+                stopped.set()
+                raise
+
+    if workers <= 1:
+        run = start_worker()
+        for item in items:
+            run(item)
+        return
+    futures: list[Future[None]] = []
+    try:
+        try:
+            futures += [_executor().submit(draw) for _ in range(workers)]
+        except RuntimeError:  # no more threads, as when the interpreter ends
+            draw()
+        wait(futures)
+    except BaseException:
+        stopped.set()
+        wait(futures)
+        raise
+    for future in futures:
+        future.result()
+
+
+_END = object()
+
+
+@cache
+def _own_numbers() -> bool:
+    """Whether each thread has a number of threads of its own, as with OpenMP, not one for the process."""
+    return "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    """It starts threads as they are needed, and keeps them."""
+    return ThreadPoolExecutor(max(64, os.cpu_count() or 1), "saccade", _alone)
+
+
+def _alone() -> None:
+    """Makes this thread use no other. `set_num_threads` also sets what later threads begin with, so another thread
+    restores that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    again = threading.Thread(target=torch.set_num_threads, args=(before,))
+    again.start()
+    again.join()
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_executor.cache_clear)
+
 
 # The sink: one more logit per query head, in the sum of the softmax but not in its value.
 
@@ -86,7 +188,7 @@ def forward(call: Call, lse: bool) -> Outputs:
         return run
 
     workers = _workers(tiling)
-    thread_pool.spread(_forward_items(tiling, workers), start_worker, workers)
+    spread(_forward_items(tiling, workers), start_worker, workers)
     if call.sink is None:
         return out, row_lse if lse else None, top
     joined = join(out, row_lse, call.sink)
@@ -133,7 +235,7 @@ def backward(call: Call, saved: Saved) -> Gradients:
 
         return run
 
-    thread_pool.spread(range(len(items)), start_worker, workers)
+    spread(range(len(items)), start_worker, workers)
     return work.gradients(items, sums, captures)
 
 
@@ -263,7 +365,7 @@ class _Backward:
 def _workers(tiling: Tiling) -> int:
     shape = tiling.shape
     small = shape.b * shape.h_k * shape.group * shape.s_q * tiling.width <= ALONE
-    return 1 if small else thread_pool.threads()
+    return 1 if small else threads()
 
 
 def _chunks(n: int, count: int) -> list[slice]:

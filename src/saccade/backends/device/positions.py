@@ -86,7 +86,7 @@ def kind(call: Call) -> str:
 
 def reached(call: Call) -> bool:
     """Whether indices are the numbers of keys that exist, which a captured tensor that is read there is known to have:
-    see `capture_checks.short`."""
+    see `scores.short`."""
     return call.positions is None and call.layout.rectangular
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from saccade.api import ScoreFunction, attention
 from saccade.call import Call, check_call, needs_gradient
 from saccade.call.descale import Descale
 from saccade.call.partial import Partial
-from saccade.compat.alibi import alibi
 from saccade.layouts import Dense, Layout, Packed, Paged
 from saccade.masks import Mask, causal, interval, window
 from saccade.scores import ScoreMod, compose
@@ -302,3 +302,29 @@ class _Refused(torch.autograd.Function):
             "attention to a cache of keys has no gradients: call it inside torch.no_grad(), or pass keys and values "
             "without pages to flash_attn_func or flash_attn_varlen_func"
         )
+
+
+# ALiBi as other libraries define it: by distance from the diagonal that ends in the bottom right corner.
+
+
+def alibi(slopes: Tensor, offset: int | Tensor = 0, causal: bool = False) -> ScoreMod:
+    """`score -> score - slopes[b, h] |q_idx + offset[b] - kv_idx|`.
+
+    Args:
+        slopes: (h_q) or (b, h_q).
+        offset: what a row's number and that of its own key differ by; a tensor (b) holds one for each sequence.
+        causal: no row sees a key after its own, so that the distance needs no absolute value.
+    """
+    if isinstance(offset, Tensor):
+        return ScoreMod(partial(_alibi, offset=0, causal=causal), slopes, offset)
+    return ScoreMod(partial(_alibi, offset=offset, causal=causal), slopes)
+
+
+def _alibi(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor, offsets: Tensor | None = None,
+    *, offset: int, causal: bool,
+) -> Tensor:  # fmt: skip
+    distance = kv_idx - q_idx - (offset if offsets is None else offsets[b])
+    slopes = slopes.to(score.dtype)  # products of 16 bits would round distances
+    slope = slopes[h] if slopes.dim() == 1 else slopes[b, h]
+    return score + slope * (distance if causal else -distance.abs())

@@ -93,11 +93,8 @@ def flash_attn_qkvpacked_func(
     >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 8), causal=True).shape
     torch.Size([2, 16, 4, 8])
     """
-    q, k, v = parts("qkv", qkv, 2, 3, "(b, s, 3, h, d)")
-    terms = Terms(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return attend_with_probabilities(q, k, v, BSHD, terms)
+    terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(*parts("qkv", qkv, 2, 3, "(b, s, 3, h, d)"), *terms)
 
 
 def flash_attn_kvpacked_func(
@@ -117,11 +114,8 @@ def flash_attn_kvpacked_func(
     >>> flash_attn_kvpacked_func(torch.randn(2, 16, 4, 8), torch.randn(2, 24, 2, 2, 8)).shape
     torch.Size([2, 16, 4, 8])
     """
-    k, v = parts("kv", kv, 2, 2, "(b, s_k, 2, h_k, d)")
-    terms = Terms(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return attend_with_probabilities(q, k, v, BSHD, terms)
+    terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_func(q, *parts("kv", kv, 2, 2, "(b, s_k, 2, h_k, d)"), *terms)
 
 
 def flash_attn_varlen_func(
@@ -189,12 +183,9 @@ def flash_attn_varlen_qkvpacked_func(
     >>> flash_attn_varlen_qkvpacked_func(torch.randn(10, 3, 2, 16), offsets, 7).shape
     torch.Size([10, 2, 16])
     """
-    q, k, v = parts("qkv", qkv, 1, 3, "(t, 3, h, d)")
-    layout = sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    terms = Terms(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return attend_with_probabilities(q, k, v, layout, terms)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(*parts("qkv", qkv, 1, 3, "(t, 3, h, d)"), *lengths, *terms)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -220,12 +211,9 @@ def flash_attn_varlen_kvpacked_func(
     >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 7, 7).shape
     torch.Size([10, 2, 16])
     """
-    k, v = parts("kv", kv, 1, 2, "(t_k, 2, h_k, d)")
-    layout = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    terms = Terms(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return attend_with_probabilities(q, k, v, layout, terms)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, *parts("kv", kv, 1, 2, "(t_k, 2, h_k, d)"), *lengths, *terms)
 
 
 def flash_attn_with_kvcache(

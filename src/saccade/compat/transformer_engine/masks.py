@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.compat.alibi import alibi
+from saccade.compat.flash_attn.call import alibi
 from saccade.compat.transformer_engine.call import CallArguments, WrongCall
 from saccade.layouts import Dense, Layout, Packed
 from saccade.masks import Mask, as_mask, window

@@ -6,8 +6,7 @@ register()
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="saccade")
 """
 
-from saccade.integrations.transformers.attention import attention_forward
+from saccade.integrations.transformers.attention import FOR_BATCHES, NAME, attention_forward, register
 from saccade.integrations.transformers.mask import StructuredMask, attention_mask_of
-from saccade.integrations.transformers.registration import FOR_BATCHES, NAME, register
 
 __all__ = ["FOR_BATCHES", "NAME", "StructuredMask", "attention_forward", "attention_mask_of", "register"]

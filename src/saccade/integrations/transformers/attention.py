@@ -10,13 +10,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks, scores
 from saccade.api import attention
-from saccade.integrations.transformers.cache import updated
 from saccade.integrations.transformers.mask import StructuredMask
 from saccade.layouts import Packed, Paged
 from saccade.masks import Mask
 
 if TYPE_CHECKING:
     from saccade.distributed import ContextPlan
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+
+from saccade.integrations.transformers.mask import attention_mask_of
+from saccade.ops.kv_cache import append_kv
 
 REFUSED = dict.fromkeys(("head_mask", "layer_head_mask", "indices", "block_indices", "sinks"))
 """Keywords that would change the result."""
@@ -188,3 +193,98 @@ def _within_sequences(
     if sliding_window is not None:
         raise ValueError(f"{name} with sliding_window is for causal layers")
     return None
+
+
+def updated(
+    cache: Any, key: Tensor, value: Tensor, module: Any, offsets: tuple[Tensor, Any], keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor, Packed | Paged]:
+    """Writes the new rows, (1, h_k, t, d), to the cache.
+
+    Args:
+        offsets: cu_seq_lens_q and cu_seq_lens_k; a layer takes its own of the latter's entries.
+        keywords: `read_index` and `write_index`, or the `block_table` of a step of one token for each sequence.
+
+    Returns:
+        The keys and values of all sequences end to end, (t_k, h_k, d), or all pages; and where each sequence's are.
+    """
+    cu_q, cu_k = offsets
+    if _takes_indices(type(cache).update):  # transformers 4
+        k, v = cache.update(key, value, module.layer_idx, **keywords)
+        if isinstance(cu_k, dict):
+            cu_k = cu_k["sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"]
+        return k, v, Packed(cu_q, cu_k)
+    keywords = {**keywords, "cu_seq_lens_k": cu_k}
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=keywords)
+    if keywords.get("block_table") is None:
+        return k[0].transpose(0, 1), v[0].transpose(0, 1), Packed(cu_q, keywords["cu_seq_lens_k"])
+    return _written(cache.layer_to_allocator[module.layer_idx], k, v, keywords)
+
+
+@torch.compiler.disable()
+def _written(allocator: Any, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> tuple[Tensor, Tensor, Paged]:
+    """Writes one row of each sequence where its block table says; a sequence without keys has no page.
+
+    Never inside of a compiled graph: of two inputs that are views of one tensor and are written to, torch 2.13 makes
+    new views, whose strides lack a factor if sizes are symbols, and it copies the whole tensor, which is the cache.
+    """
+    # Pages of keys and of values alternate, layer by layer, and each view holds all: one in `step` is its own.
+    step = allocator.block_physical_stride // allocator.tokens_per_page
+    k_cache, v_cache = keywords["k_cache"][::step], keywords["v_cache"][::step]
+    table = torch.div(keywords["block_table"], step, rounding_mode="floor")
+    used = keywords["cu_seq_lens_k"].diff()
+    new = (x[0].transpose(0, 1)[:, None] for x in (key, value))  # (sequences, 1, h_k, d)
+    append_kv(k_cache, v_cache, Paged(table, (used - 1).clamp(min=0)), *new)
+    return k_cache, v_cache, Paged(table, used)
+
+
+def _takes_indices(update: Callable[..., Any]) -> bool:
+    return "read_index" in inspect.signature(update).parameters
+
+
+NAME = "saccade"
+FOR_BATCHES = "saccade_flash2"
+"""The name for continuous batching, which takes names with "flash" in them alone, and block tables with "flash…2"."""
+
+
+def register() -> None:
+    """Makes `attn_implementation="saccade"` known to transformers: every layer computes
+    `out = dropout(softmax(mask(scale q k^T))) v` here, forward and backward.
+
+    Masks keep their structure: padding, windows, chunks, packed sequences and caches are intervals of keys, and no
+    tensor of rows by keys is made. `generate_batch` of transformers 5 needs the name "saccade_flash2". A second call
+    changes nothing.
+
+    Raises:
+        ImportError: transformers is missing, or is older than 4.57.
+        RuntimeError: a version whose loader of flash attention is unknown, for "saccade_flash2".
+    """
+    try:
+        transformers: Any = import_module("transformers")
+        interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"saccade.integrations.transformers needs transformers 4.57 or newer: {error}") from error
+    for name in (NAME, FOR_BATCHES):
+        for interface, function in zip(interfaces, (attention_forward, attention_mask_of), strict=True):
+            interface.register(name, function)
+    _announce()
+
+
+def _announce() -> None:
+    """Transformers 5 loads whatever has "flash" in its name from a package or a hub; ours is loaded already."""
+    loader: Any = import_module("transformers.modeling_flash_attention_utils")
+    load: Any = getattr(loader, "_lazy_imports", None)
+    if getattr(load, "knows_saccade", False):
+        return
+    if load is None or next(iter(inspect.signature(load).parameters), None) != "implementation":
+        raise RuntimeError(f"cannot announce {FOR_BATCHES!r}: transformers' _lazy_imports is not as expected")
+
+    count = 5 if hasattr(loader, "_flash_with_kvcache_fn") else 4
+
+    def lazy_imports(implementation: Any, *arguments: Any, **options: Any) -> Any:
+        if implementation == FOR_BATCHES:
+            # For attention, the third with block tables; and for padding.
+            return (*[attention_forward] * (count - 2), None, None)
+        return load(implementation, *arguments, **options)
+
+    lazy_imports.knows_saccade = True  # pyright: ignore[reportFunctionMemberAccess]
+    loader._lazy_imports = lazy_imports

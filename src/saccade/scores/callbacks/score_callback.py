@@ -22,8 +22,7 @@ from saccade.scores.codegen.program import Program
 from saccade.scores.score_mod import Score, ScoreMod, name_of
 from saccade.scores.tracing.guards import Guards, Unguarded
 from saccade.scores.tracing.tape import Tape, is_number
-from saccade.util.caches import BoundedCache, CacheInfo
-from saccade.util.compile_constant import callable_of, compile_constant, standing_for
+from saccade.util.caches import BoundedCache, CacheInfo, callable_of, compile_constant, standing_for
 
 Callback = Callable[..., Any]
 OWN_KEY = "score_mod_graph_cache_key"

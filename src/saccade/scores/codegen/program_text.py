@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from saccade.scores.codegen.program import Program, cache, program_of
 from saccade.scores.tracing.lowering import Raw
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 
 NONE = "-"
 _NAMESPACES = "aten", "prims", "saccade"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from saccade.scores.tracing.tape import Refused, refuse
-from saccade.util.compile_constant import compile_constant
+from saccade.util.caches import compile_constant
 
 
 class Unseen(BaseException):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from saccade.scores.tracing.autograd_functions import check_outside_of_functions, follow_functions, followed
 from saccade.scores.tracing.tape import BEHIND, Refused, Tape, any_size, is_itself, refuse, target_dtype
 from saccade.scores.tracing.trace import WRITES, refusal, written_text
-from saccade.util.compile_constant import compile_constant, exports, word_of
+from saccade.util.caches import compile_constant, exports, word_of
 
 
 class Symbol(Tensor):

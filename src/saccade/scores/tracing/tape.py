@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from saccade.util.compile_constant import compile_constant, word_of
+from saccade.util.caches import compile_constant, word_of
 
 # Shapes of values.
 
