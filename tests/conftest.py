@@ -272,11 +272,11 @@ SHARE, SLOW_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test one case in eight, the same ones in each run, and each value of each parameter; of each test in the
-    interpreter and in the emulator one case in forty. With --all such samples are of matrices alone, which are the
-    tests marked `sample`, and in the interpreter and in the emulator those with a `device`: all of their cases run on
-    the CPU with --everything. On a GPU, and of a test that is named, all run. Where TRITON_INTERPRET=1, what the
-    interpreter runs."""
+    """Of each test one case in eight, the same ones in each run, and each value of each parameter but of a `seed`. Cases
+    marked `slow` run only for a value that no others have. Of each test in the interpreter and in the emulator one case
+    in forty. With --all such samples are of matrices alone, which are the tests marked `sample`, and in the interpreter
+    and in the emulator those with a `device`: all of their cases run on the CPU with --everything. On a GPU, and of a
+    test that is named, all run. Where TRITON_INTERPRET=1, what the interpreter runs."""
     left_out = {item for item in items if (_device(item) == "interpreter") != INTERPRETED}
     if not any("::" in arg for arg in config.args):
         level = "everything" if config.getoption("--everything") else "all" if config.getoption("--all") else ""
@@ -296,14 +296,24 @@ def _left_out_of_samples(items, level):
             tests[item.location[0], item.originalname, device, slow and not level].append(item)
     for (*_, few), cases in tests.items():
         seen, kept, share = set(), 0, SLOW_SHARE if few else SHARE
-        for item in sorted(cases, key=lambda item: hashlib.sha256(item.name.encode()).digest()):
-            values = set() if few else set(enumerate(item.callspec._idlist))
+        for item in sorted(cases, key=_drawn):
+            values = set() if few else _values(item)
             if kept * share >= len(cases) and values <= seen:
                 left_out.add(item)
             else:
                 seen |= values
                 kept += 1
     return left_out
+
+
+def _drawn(item):
+    return item.get_closest_marker("slow") is not None, hashlib.sha256(item.name.encode()).digest()
+
+
+def _values(item):
+    values = list(enumerate(item.callspec._idlist))
+    seeds = [x for x in values if x[1] == str(item.callspec.params.get("seed"))]
+    return {*values} - {*(seeds if len(seeds) == 1 else ())}
 
 
 def _device(item):

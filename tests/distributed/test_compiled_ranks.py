@@ -19,7 +19,8 @@ from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 LENGTHS = [7, 0, 13, 1, 40, 3]
-WAYS = [("gather", 2), ("ulysses", 2), ((4, 2), 8)]  # of a mesh all processes are ranks, which make its groups
+WAYS = [("gather", 2), ("ulysses", 2), pytest.param(((4, 2), 8), marks=pytest.mark.slow)]
+"""A method or a mesh, and how many ranks: of a mesh all processes, which make its groups."""
 
 
 def made(group, way, lengths=LENGTHS):

@@ -65,12 +65,16 @@ class Tracer(DispatchMode):
 
     def trace(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.Graph:
         """The graph of a function of so many tensors; it takes their shapes and dtypes."""
-        ones = [torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for x in inputs]
-        values = [self._known(self.graph.placeholder(f"x{i}"), x) for i, x in enumerate(ones)]
+        values = self.inputs(inputs)
         with self:
             result = function(*values)
         self.graph.output(tree_map_only(Tensor, self._node, result))
         return self.graph
+
+    def inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The graph's inputs of these shapes and dtypes."""
+        ones = [torch.ones((), dtype=x.dtype, device="cpu").expand(x.shape) for x in inputs]
+        return [self._known(self.graph.placeholder(f"x{i}"), x) for i, x in enumerate(ones)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,12 +180,14 @@ def replay(
 
 
 class _Replay:
-    def __init__(self, tape: Tape, values: list[Any], tensors: Sequence[Tensor], numbers: Sequence[Any]) -> None:
+    def __init__(self, tape: Tape, values: list[Any], tensors: Any, numbers: Any) -> None:
         self.tape, self.values, self.tensors, self.numbers = tape, values, tensors, numbers
 
     def steps(self, count: int, watch: Callable[[Any], None] = lambda line: None) -> None:
-        """Appends the values of the first steps."""
-        for (function, positional, named), line in zip(self.tape.steps[:count], self.tape.lines, strict=False):
+        """Appends the values of the first steps, but those that are there."""
+        done = len(self.values) - 5
+        todo = zip(self.tape.steps[done:count], self.tape.lines[done:], strict=False)
+        for (function, positional, named), line in todo:
             watch(line)
             self.values.append(self._step(function, positional, named, line))
 
@@ -457,17 +463,17 @@ def zeros_like_inputs(tape: Tape, shapes: Iterable[tuple[int, ...]]) -> tuple[li
 
 
 def form_of(tape: Tape, index: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype of a value, and its shape if it is a row: of a run in which no number decides what happens."""
-    tile, tensors, numbers = zeros_like_inputs(tape, [(1, 1)] * 5)
-    values: list[Any] = []
+    """The dtype of a value, and its shape if it is a row: of a run in which no number decides what happens.
 
-    def run(*inputs: Tensor) -> None:
-        values.extend(inputs[:5])
-        _Replay(tape, values, inputs[5 : 5 + len(tensors)], inputs[5 + len(tensors) :]).steps(index - 4)
-
+    The run goes on where it was when another value's was asked, as tapes only grow."""
+    tracer, run = tape.run = tape.run or (Tracer(), _Replay(tape, [], [], []))
     with torch._C._DisableFuncTorch(), _disable_current_modes():  # torch.no_grad() would be a part of an export
-        Tracer().trace(run, [*tile, *tensors, *numbers])
-    value = values[index]
+        inputs = zeros_like_inputs(tape, [(1, 1)] * 5)
+        for known, zeros in zip((run.values, run.tensors, run.numbers), inputs, strict=True):
+            known += tracer.inputs(zeros[len(known) :])
+        with tracer:
+            run.steps(index - 4)
+    value = run.values[index]
     return (value.values[0].dtype, value.shape) if isinstance(value, Row) else (value.dtype, ())
 
 

@@ -117,6 +117,8 @@ class Tape:
         """Whether something was read with fewer indices than dimensions."""
         self.graded = True
         """Whether the function was called with gradients on."""
+        self.run: Any = None
+        """The steps' values so far, while the function runs: see `lowering.form_of`."""
 
     def call(self, function: Any, args: Any, kwargs: Any, line: Any = None) -> int:
         """Records a step and returns its place among the values."""

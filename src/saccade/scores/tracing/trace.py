@@ -145,6 +145,8 @@ def _traced(fn: Callable[..., Any], tape: Tape, outputs: int, sees: bool) -> Tra
         raise
     except Exception as failed:
         raise Refused(error_text(failed), user_line(failed)) from failed
+    finally:
+        tape.run = None
 
 
 _RECORD = _traced.__code__
