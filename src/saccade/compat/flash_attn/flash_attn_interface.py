@@ -94,7 +94,8 @@ def flash_attn_qkvpacked_func(
     torch.Size([2, 16, 4, 8])
     """
     terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(*parts("qkv", qkv, 2, 3, "(b, s, 3, h, d)"), *terms)
+    q, k, v = parts("qkv", qkv, 2, 3, "(b, s, 3, h, d)")
+    return flash_attn_func(q, k, v, *terms)
 
 
 def flash_attn_kvpacked_func(
@@ -115,7 +116,8 @@ def flash_attn_kvpacked_func(
     torch.Size([2, 16, 4, 8])
     """
     terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(q, *parts("kv", kv, 2, 2, "(b, s_k, 2, h_k, d)"), *terms)
+    k, v = parts("kv", kv, 2, 2, "(b, s_k, 2, h_k, d)")
+    return flash_attn_func(q, k, v, *terms)
 
 
 def flash_attn_varlen_func(
@@ -185,7 +187,8 @@ def flash_attn_varlen_qkvpacked_func(
     """
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(*parts("qkv", qkv, 1, 3, "(t, 3, h, d)"), *lengths, *terms)
+    q, k, v = parts("qkv", qkv, 1, 3, "(t, 3, h, d)")
+    return flash_attn_varlen_func(q, k, v, *lengths, *terms)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -213,7 +216,8 @@ def flash_attn_varlen_kvpacked_func(
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     terms = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, *parts("kv", kv, 1, 2, "(t_k, 2, h_k, d)"), *lengths, *terms)
+    k, v = parts("kv", kv, 1, 2, "(t_k, 2, h_k, d)")
+    return flash_attn_varlen_func(q, k, v, *lengths, *terms)
 
 
 def flash_attn_with_kvcache(
