@@ -81,8 +81,8 @@ RANGES = Packed(PACKED.cu_seqlens_q, starts_k=PACKED.cu_seqlens_q[1:], seqused_k
 
 
 def _mask(edges: str) -> Mask | None:
-    """`full`, `causal`, `listed`, `selected` blocks for many rows or for `few`, `keys`, or a window for whatever else tests
-    intervals."""
+    """`full`, `causal`, `listed`, `selected` blocks for many rows or for `few`, `keys`, or a window for whatever else
+    tests intervals."""
     match edges:
         case "full":
             return None

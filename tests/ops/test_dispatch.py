@@ -228,9 +228,8 @@ def test_auto_leaves_calls_to_what_is_faster(everywhere):
     from saccade.ops.explanation import Explanation
 
     everywhere.setattr(dispatch, "BACKENDS", ("cpu", "reference"))
-    everywhere.setattr(
-        import_module("saccade.backends.cpu"), "slower_than_next", lambda call, gradient: None if gradient else "it is late", raising=False
-    )
+    slower = lambda call, gradient: None if gradient else "it is late"  # noqa: E731
+    everywhere.setattr(import_module("saccade.backends.cpu"), "slower_than_next", slower, raising=False)
     made = NAMED["causal"].inputs()
     call = Call(made.q, made.k, made.v, mask=made.keywords["mask"], layout=made.keywords["layout"])
     assert plan_of(call, "auto").backend == "reference"

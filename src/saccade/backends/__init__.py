@@ -224,7 +224,8 @@ class Backend(Protocol):
     # def refusals(self, call: Call, gradient: bool) -> list[str], by what the Call's key holds.
 
     # One that is slower at some calls, or their backward, than a later one has besides:
-    # def slower_than_next(self, call: Call, gradient: bool) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
+    # def slower_than_next(self, call: Call, gradient: bool) -> str | None, why "auto" leaves it to that, by what the
+    # Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
     # def run_parts(self, call: Call, parts: Sequence[Part], lse: bool) -> Outputs: see shared_pages.

@@ -18,7 +18,7 @@ from saccade.backends.device.gradients import sink_gradient
 from saccade.backends.device.key_lists import ListArgs, lengths_of, sequence_of
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device, per_row
 from saccade.backends.device.records import TensorArgs, runtime_int
-from saccade.backends.key_lists import ListTile, list_tile, listed_heads, one_list
+from saccade.backends.key_lists import ListTile, list_tile, one_list
 from saccade.backends.triton.launch import operand, row_sums
 from saccade.backends.triton.listed_kernel import (
     Inverted,
@@ -100,8 +100,7 @@ class Work(NamedTuple):
         def make() -> Launch:
             constants = map(tl.constexpr, (self.tile.share, self.tile.rows, self.mask.keys % self.block == 0))
             shape = TileShape.of(self.call, self.block_q, self.block)
-            warps = max(4, self.block_q // 16)
-            return Launch(kernel, (self.programs, 1, 1), (shape, *constants), warps, STAGES[kernel.__name__], 1)
+            return Launch(kernel, (self.programs, 1, 1), (shape, *constants), *CONFIGS[kernel.__name__], 1)
 
         forms = [
             None if x is None else (x.unit.value, x.wide.value) if isinstance(x, TensorArgs) else 0 for x in target
@@ -109,7 +108,8 @@ class Work(NamedTuple):
         return cached_launch(self.launches, (kernel.__name__, *forms, precision()), make)
 
 
-STAGES = {"listed_kernel": 3, "listed_dq_kernel": 2, "listed_dkdv_kernel": 2}
+CONFIGS = {"listed_kernel": (4, 3), "listed_dq_kernel": (4, 2), "listed_dkdv_kernel": (8, 2)}
+"""Warps of a program, and stages of loads in flight."""
 
 
 def forward(call: Call, launches: Launches, lse: bool) -> Outputs:
@@ -161,7 +161,7 @@ def keys_launch(work: Work, given: tuple[Any, ...], lists: Inverted, common: tup
         shape = TileShape.of(call, max(work.block, triton.next_power_of_2(share)), block_k)
         constants = shape, tl.constexpr(share), tl.constexpr(keys)
         return Launch(
-            listed_dkdv_kernel, (blocks * h_k, -(-keys // block_k), 1), constants, 4, STAGES["listed_dkdv_kernel"], 1
+            listed_dkdv_kernel, (blocks * h_k, -(-keys // block_k), 1), constants, *CONFIGS["listed_dkdv_kernel"], 1
         )
 
     key = "listed dkdv", *((x.unit.value, x.wide.value) for x in (dout, dk, dv)), precision()
