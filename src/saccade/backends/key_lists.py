@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
+
+from torch import Tensor
 
 from saccade.call import Call
 from saccade.masks import TILE, And, Mask, Selected
@@ -69,6 +73,18 @@ def lists_and_rest(mask: Mask | None) -> tuple[list[Selected], Mask | None]:
 def joined(parts: Sequence[Mask]) -> Mask | None:
     """Parts of an `&` as one mask; None for no part."""
     return None if not parts else parts[0] if len(parts) == 1 else And(tuple(parts))
+
+
+def listed_keys(call: Call) -> Tensor | None:
+    """Which keys any list of a batch names, (b or 1, h_k or 1, s_k); None where a call has no lists. What is in others
+    reaches no result."""
+    if call.mask is None or not call.mask.bounds_per_row:
+        return None
+    h_k = call.k.shape[1]
+    named = [x.named(call.extent.s_k) for x in lists_and_rest(call.mask)[0]]
+    if not named:
+        return None
+    return reduce(and_, [x if x.shape[1] <= h_k else x.unflatten(1, (h_k, -1)).any(2) for x in named])
 
 
 def one_list(call: Call) -> tuple[Selected, Mask | None] | None:

@@ -131,7 +131,9 @@ class OnlineSoftmax:
         self.mean, self.top, self.total = mean, top, total
 
     def out(self) -> Tensor:
-        return self.mean
+        """0 of a row that has seen nothing, whatever its zeros were multiplied by."""
+        empty = self.total == 0
+        return self.mean.masked_fill_(empty, 0) if bool(empty.any()) else self.mean
 
     def lse(self) -> Tensor:
         return self.top + self.total.log()
