@@ -108,7 +108,7 @@ def list_tile(call: Call) -> ListTile | None:
     if (found := one_list(call)) is None or not (whole and call.q.numel() and call.k.numel()):
         return None
     lists, (_, _, s_k, d), d_v = found[0], call.k.shape, call.v.shape[3]
-    share, n = call.q.shape[1] // listed_heads(lists, call), lists.lists.shape[3]
+    share, n = call.q.shape[1] // listed_heads(lists, call), lists.lists.shape[-1]
     if lists.rows >= TILE or n * lists.keys >= s_k or max(d, d_v) > 256 or call.dropout is not None or call.descale:
         return None
     entries = 1 << (n - 1).bit_length() if n else 1

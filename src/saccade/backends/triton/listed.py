@@ -108,7 +108,9 @@ class Work(NamedTuple):
         return cached_launch(self.launches, (kernel.__name__, *forms, precision()), make)
 
 
-CONFIGS = {"listed_kernel": (4, 3), "listed_dq_kernel": (4, 2), "listed_dkdv_kernel": (8, 2)}
+ROWS_OF_KEYS = 64
+"""Rows of all heads that share lists, in a tile of gradients of keys."""
+CONFIGS = {"listed_kernel": (4, 3), "listed_dq_kernel": (4, 2), "listed_dkdv_kernel": (8, 3)}
 """Warps of a program, and stages of loads in flight."""
 
 
@@ -158,7 +160,7 @@ def keys_launch(work: Work, given: tuple[Any, ...], lists: Inverted, common: tup
         block_k = min(work.block, max(16, triton.next_power_of_2(keys)))
         b, h_k, s_k, _ = call.k.shape
         blocks = positions.slots(call, 1, keys) if call.layout.ragged_keys else b * -(-s_k // keys)
-        shape = TileShape.of(call, max(work.block, triton.next_power_of_2(share)), block_k)
+        shape = TileShape.of(call, max(ROWS_OF_KEYS * work.block // BLOCK, triton.next_power_of_2(share)), block_k)
         constants = shape, tl.constexpr(share), tl.constexpr(keys)
         return Launch(
             listed_dkdv_kernel, (blocks * h_k, -(-keys // block_k), 1), constants, *CONFIGS["listed_dkdv_kernel"], 1

@@ -278,8 +278,13 @@ def listed_dkdv_kernel(
         first = tl.load(at, mask=start_k < keys_of_block, other=0).to(tl.int32)
         last = tl.load(at + 1, mask=start_k < keys_of_block, other=0).to(tl.int32)
         args = ScoreArgs(b, h[None, :], rows, keys_of_block, keys - rows, scale, mask, score, None)
+        # What says where the next rows are is read before these: loads of rows never wait for it.
+        next_q, next_seeing = rows_of_lists(lists, inverted, first, last, 0, first_q, rows, shape, SHARE)
         for number in range(0, (last - first) * plain_int(lists.rows), step):
-            q_idx, seeing = rows_of_lists(lists, inverted, first, last, number, first_q, rows, shape, SHARE)
+            q_idx, seeing = next_q, next_seeing
+            next_q, next_seeing = rows_of_lists(
+                lists, inverted, first, last, number + step, first_q, rows, shape, SHARE
+            )
             row = first_q + q_idx
             # [block_q, d], [block_q, d_v]
             q_tile = head_rows(q, batch, h, row, seeing, shape.D, shape.BLOCK_D)
