@@ -19,7 +19,7 @@ from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.call.dropout import Dropout
 from saccade.layouts import Dense, Packed, Paged
-from saccade.masks import Mask, causal, interval, mask_mod, selected_blocks, window
+from saccade.masks import Mask, causal, interval, mask_mod, selected, selected_blocks, window
 
 GPU = "h200"
 SCORED = [(128, "full", "alibi"), (64, "masked", "relative_bias")]
@@ -81,8 +81,8 @@ RANGES = Packed(PACKED.cu_seqlens_q, starts_k=PACKED.cu_seqlens_q[1:], seqused_k
 
 
 def _mask(edges: str) -> Mask | None:
-    """`full`, `causal`, `listed`, `selected` blocks for many rows or for `few`, or a window for whatever else tests
-    intervals."""
+    """`full`, `causal`, `listed`, `selected` blocks for many rows or for `few`, `keys`, or a window for whatever else
+    tests intervals."""
     match edges:
         case "full":
             return None
@@ -95,6 +95,8 @@ def _mask(edges: str) -> Mask | None:
         case "selected":
             shape, lists = TableShape(1, 2, 8, 8), torch.zeros(1, 2, 8, 4, dtype=torch.int32)
             return Tabulated(lists, None, 64, 64, (shape, torch.zeros(16, 1, dtype=torch.int32))) & causal()
+        case "keys":
+            return selected(torch.zeros(1, 2, 512, 40, dtype=torch.int32)) & causal()
         case "few":
             return selected_blocks(torch.zeros(1, 2, 512, 4, dtype=torch.int32)) & causal()
         case _:

@@ -10,9 +10,12 @@ import torch
 from saccade.backends.configs import table
 from saccade.backends.device import descale, distance_tables
 from saccade.backends.device.arguments import common_arguments
-from saccade.backends.device.records import TensorArgs
-from saccade.backends.triton import launch, listed_kernel
+from saccade.backends.device.key_lists import ListArgs
+from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.triton import launch, listed
 from saccade.backends.triton.config import config, kernels, key
+from saccade.backends.triton.listed_kernel import Inverted, Unions, listed_dq_kernel
+from saccade.call import Call
 from saccade.call.spec import Spec
 from tests.gate import shared, triton_others
 from tests.gate.rows import GPU, GateRow, device_mask, warmed
@@ -26,6 +29,8 @@ DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 BIAS_SPILL = 250
 """What a bias of every score costs dk and dv: 312 and more on 3.9, where loads of 16 bits spilled 452. Not timed."""
+LISTED_SPILL = 300
+"""What gradients of gathered rows' keys spill: 276 at d 128."""
 QUANTIZE = (
     "16bit d128/128 quantize block", "16bit d64/64 quantize block packed e5m2", "16bit d128/128 quantize head grouped",
     "16bit d128/128 quantize block grouped shifted", "16bit d128/128 quantize block centred rotated",
@@ -41,6 +46,7 @@ EIGHT_BITS = (
     "d64/64 full", "d128/128 masked", "d256/256 full", "d128/128 masked blocks", "d128/128 full wide",
     "d64/32 causal wide", "d64/64 full wide relative_bias", "d512/512 masked",
 )  # fmt: skip
+LISTED = "union", "listed", "listed_dq", "listed_dkdv"
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 _MOVED = "rank_sums", "spread_rows"
@@ -67,7 +73,9 @@ def features() -> Iterator[str]:
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
     of_keys = "key_table", "tile_states", "packed_tile_states"
     yield from (f"triton {name} 16bit d128/128 selected" for name in of_keys)
-    yield from (f"triton listed {size} few grouped" for size in ("16bit d128/128", "16bit d256/256", "32bit d64/64"))
+    for size in ("16bit d128/128", "16bit d256/256", "32bit d64/64"):
+        yield from (f"triton {name} {size} few grouped" for name in LISTED)
+    yield "triton listed 16bit d128/128 keys grouped"
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)
@@ -112,8 +120,8 @@ def compiled(name: str) -> tuple[Any, int]:
     if row.kernel in SHARED:
         return shared.compiled(row.kernel, call), 0
     q, k, v, rows = call.q, call.k, call.v, torch.empty(1, 2, 512)
-    if row.kernel == "listed":
-        return warmed(*listed_kernel.prepared(call, {}, torch.empty_like(q), torch.empty(q.shape[:3]), None)), 0
+    if row.kernel in LISTED:
+        return _listed(row.kernel, call), LISTED_SPILL * (row.kernel == "listed_dkdv")
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
@@ -129,3 +137,21 @@ def compiled(name: str) -> tuple[Any, int]:
     kernel = warmed(launch.prepare(row.kernel, call, tile), (*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
     return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words)
+
+
+def _listed(kernel: str, call: Call) -> Any:
+    """A kernel that gathers the keys of lists."""
+    work, numbers, rows = listed.Work.of(call, {}), torch.empty(16, dtype=torch.int32), torch.empty(call.q.shape[:3])
+    lists, common = ListArgs.of(work.mask, call), work.common(None)
+    unions = Unions(*[numbers] * 3, runtime_int(16)) if work.tile.entries else None
+    q, k, v = (TensorArgs.of(x) for x in (call.q, call.k, call.v))
+    out, by_rows = TensorArgs.of(call.empty_out()), (lists, unions, *common)
+    if kernel == "union":
+        assert unions is not None
+        return warmed(*work.union(unions, lists, common))
+    if kernel == "listed":
+        return warmed(*listed.forward_launch(work, call.empty_out(), rows, None, by_rows))
+    if kernel == "listed_dq":
+        return warmed(work.launch(listed_dq_kernel, q, out), (q, k, v, out, q, rows, rows, *by_rows))
+    inverted = Inverted(numbers, numbers, *map(runtime_int, (0, 8)))
+    return warmed(*listed.keys_launch(work, (q, k, v, out, k, v, rows, rows), inverted, common))

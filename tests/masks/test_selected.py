@@ -298,6 +298,45 @@ def test_long_lists_and_tiles():
     check(q, k, v, mask=selected_blocks(tiles, rows=64) | window(20, 0), dropout_p=0.2, sink=torch.randn(2)).assert_ok()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("layout", ["dense", "packed", "paged"])
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf])
+def test_keys_that_no_list_names_hold_anything(fill, layout, backend):
+    """And rows without a key are zero, whatever the keys of others hold."""
+    s_q, s_k = 6, 12
+    entries = torch.tensor([[0, 3], [5, 3], [-1, 99], [0, -1], [7, 5], [-7, 12]])
+    given = [torch.randn(n, h, D) for n, h in ((s_q, H_Q), (s_k, H_K), (s_k, H_K))]
+    clean = [x.clone() for x in given]
+    for x in given[1:]:
+        x[[1, 2, 4, 6, *range(8, s_k)]] = fill
+    clean[2][7] = given[2][7] = fill  # which row 4 alone sees
+
+    def run(q, k, v):
+        mask = selected(entries[None])
+        if layout == "dense":
+            dense = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
+            found = attention(*dense, mask=selected(entries[None, None]), return_lse=True, backend=backend)
+            gradients = torch.autograd.grad(found.out[:, :, [0, 1, 2, 3, 5]].sum(), dense[0])[0][:, :, [2, 5]]
+            assert not gradients.any()
+            return found.out[0].transpose(0, 1), found.lse[0]
+        if layout == "packed":
+            return attention(
+                q, k, v, mask=mask, layout=Packed.from_lengths([s_q], [s_k]), return_lse=True, backend=backend
+            )
+        table, used = torch.arange(3)[None], torch.tensor([s_k])
+        pages = (x.unflatten(0, (3, 4)) for x in (k, v))
+        layout_of_pages = Paged(table, used, torch.tensor([0, s_q]))
+        return attention(q, *pages, mask=mask, layout=layout_of_pages, return_lse=True, backend=backend)
+
+    out, lse = run(*given)
+    wanted, wanted_lse = run(*clean)
+    rows = [2, 5]
+    assert not out[rows].any()
+    assert (lse[:, rows] == -torch.inf).all()
+    torch.testing.assert_close(out, wanted, equal_nan=True)
+    torch.testing.assert_close(lse, wanted_lse, equal_nan=True)
+
+
 # Identities
 
 

@@ -223,8 +223,9 @@ class Backend(Protocol):
     # One that depends on what no Spec holds, such as lengths and the operations of a score function, has besides:
     # def refusals(self, call: Call, gradient: bool) -> list[str], by what the Call's key holds.
 
-    # One whose forward of some calls is slower than that of a later one has besides:
-    # def slower_than_next(self, call: Call) -> str | None, why "auto" leaves it to that, by what the Call's key holds.
+    # One that is slower at some calls, or their backward, than a later one has besides:
+    # def slower_than_next(self, call: Call, gradient: bool) -> str | None, why "auto" leaves it to that, by what the
+    # Call's key holds.
 
     # One that adds up calls over disjoint keys better than their results can be merged has besides:
     # def run_parts(self, call: Call, parts: Sequence[Part], lse: bool) -> Outputs: see shared_pages.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
+
+from torch import Tensor
 
 from saccade.call import Call
 from saccade.masks import TILE, And, Mask, Selected
@@ -41,8 +45,23 @@ class TableShape(NamedTuple):
         return TableShape(batch, heads, groups, -(-s_k // mask.keys))
 
 
+class ListTile(NamedTuple):
+    """The rows of a program that gathers keys: those of `share` heads, whose lists are the same."""
+
+    share: int
+    rows: int
+    entries: int
+    """Of the list of each row, a power of two, where their union is made first; 0 where all rows have one list."""
+
+
 MOST_ROWS = 128
 """Rows of a program that gathers the keys of a list, those of all heads that share it."""
+UNION_ROWS = 64
+"""The same where lists of neighbouring rows are joined; a bit for each of 32 rows says whose list has an entry."""
+MOST_SORTED = 2048
+"""Entries that a program sorts, so that each comes once."""
+LEAST_KEYS = 16
+"""Of blocks whose lists are joined, and inverted for gradients: a product of tensor cores has so many."""
 
 
 def lists_and_rest(mask: Mask | None) -> tuple[list[Selected], Mask | None]:
@@ -54,6 +73,18 @@ def lists_and_rest(mask: Mask | None) -> tuple[list[Selected], Mask | None]:
 def joined(parts: Sequence[Mask]) -> Mask | None:
     """Parts of an `&` as one mask; None for no part."""
     return None if not parts else parts[0] if len(parts) == 1 else And(tuple(parts))
+
+
+def listed_keys(call: Call) -> Tensor | None:
+    """Which keys any list of a batch names, (b or 1, h_k or 1, s_k); None where a call has no lists. What is in others
+    reaches no result."""
+    if call.mask is None or not call.mask.bounds_per_row:
+        return None
+    h_k = call.k.shape[1]
+    named = [x.named(call.extent.s_k) for x in lists_and_rest(call.mask)[0]]
+    if not named:
+        return None
+    return reduce(and_, [x if x.shape[1] <= h_k else x.unflatten(1, (h_k, -1)).any(2) for x in named])
 
 
 def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
@@ -69,15 +100,31 @@ def listed_heads(lists: Selected, call: Call) -> int:
     return max(lists.lists.shape[1], call.k.shape[1])
 
 
-def gathers(call: Call) -> bool:
-    """Whether the portable forward gathers keys, list by list: where few rows share a list that names few keys, so that
-    tiles of rows would visit many more."""
-    if (found := one_list(call)) is None or not call.layout.rectangular or not call.q.numel() or not call.k.numel():
-        return False
+def list_tile(call: Call) -> ListTile | None:
+    """How portable kernels gather the keys of lists: where few rows share a list that names few keys, so that tiles of
+    rows would visit many more. None where they look lists up in a table."""
+    layout = call.layout
+    whole = layout.rectangular or not (layout.has_pages or layout.starts_k is not None)
+    if (found := one_list(call)) is None or not (whole and call.q.numel() and call.k.numel()):
+        return None
     lists, (_, _, s_k, d), d_v = found[0], call.k.shape, call.v.shape[3]
-    rows = lists.rows * (call.q.shape[1] // listed_heads(lists, call))
-    few = rows <= MOST_ROWS and lists.rows < TILE and lists.lists.shape[3] * lists.keys < s_k
-    return few and max(d, d_v) <= 256 and call.dropout is None and call.descale is None
+    share, n = call.q.shape[1] // listed_heads(lists, call), lists.lists.shape[-1]
+    if lists.rows >= TILE or n * lists.keys >= s_k or max(d, d_v) > 256 or call.dropout is not None or call.descale:
+        return None
+    entries = 1 << (n - 1).bit_length() if n else 1
+    most = min(32, UNION_ROWS // share, MOST_SORTED // entries)
+    if lists.keys >= LEAST_KEYS and most > max(1, lists.rows):
+        return ListTile(share, 1 << (most.bit_length() - 1), entries)
+    return ListTile(share, lists.rows, 0) if lists.rows * share <= MOST_ROWS else None
+
+
+def gathers(call: Call, gradient: bool = False) -> bool:
+    """Whether the portable forward, or backward, gathers the keys of lists. Gradients are those of blocks, without any
+    of captured tensors."""
+    if list_tile(call) is None or not gradient:
+        return list_tile(call) is not None
+    (lists, _), score = lists_and_rest(call.mask), call.score
+    return lists[0].keys >= LEAST_KEYS and (score is None or not score.tensors)
 
 
 def _lists(masks: Iterable[Mask]) -> list[Selected]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from saccade.backends import EVERYTHING, Launches, Outputs
+from saccade.backends.key_lists import listed_keys
 from saccade.call import Call
 from saccade.call.partial import finite, infinite
 from saccade.call.spec import Spec
@@ -32,7 +33,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     p, lse, largest = probability(call, q, k)
     p, rescale = (p, 1.0) if call.dropout is None else (p * kept(call), call.dropout.rescale)
     out = p @ v * rescale
-    return torch.where(_rows_in_use(call), out, 0).to(call.out_dtype), lse, largest
+    some = largest[..., None] != -torch.inf  # NaN in what others see does not reach rows that see nothing
+    return torch.where(_rows_in_use(call) & some, out, 0).to(call.out_dtype), lse, largest
 
 
 def _by_sequence(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,11 +54,13 @@ def _by_sequence(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 def operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the LSE's dtype, with a head of k and v for every one of q, (b, h_q, s, d), and zero in rows that
-    are not in use.
+    are not in use, and in keys that no list names.
 
     Those hold anything, NaN included: they are replaced, not multiplied by zero.
     """
     key_in_use, dtype = _keys_in_use(call).mT, call.lse_dtype()
+    if (listed := listed_keys(call)) is not None:
+        key_in_use = key_in_use & listed[..., None]
     q = torch.where(_rows_in_use(call), call.q, 0).to(dtype)
     k, v = (torch.where(key_in_use, x, 0).to(dtype) for x in (call.k, call.v))
     return q, k.repeat_interleave(call.group, dim=1), v.repeat_interleave(call.group, dim=1)

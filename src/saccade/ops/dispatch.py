@@ -56,8 +56,8 @@ def _first(call: Spec | Call, spec: Spec, backend: str, gradient: bool) -> str:
     able = [name for name, against in reasons.items() if not against]
     if not able:
         raise Unsupported(refusal(spec, reasons))
-    if backend == "auto" and isinstance(call, Call) and not gradient:
-        return next((name for name in able if slower_than_next(name, call) is None), able[0])
+    if backend == "auto" and isinstance(call, Call):
+        return next((name for name in able if slower_than_next(name, call, gradient) is None), able[0])
     return able[0]
 
 
@@ -76,7 +76,7 @@ def planned(call: Call, backend: str, gradient: bool = False) -> tuple[Plan, Cal
 def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
     spec = call.spec
     chosen = plan(spec, backend, gradient)
-    passed_over = backend == "auto" and not gradient and slower_than_next(chosen.backend, call) is not None
+    passed_over = backend == "auto" and slower_than_next(chosen.backend, call, gradient) is not None
     if not passed_over and not reasons_against(chosen.backend, call, gradient):
         return chosen
     return Plan(spec, _first(call, spec, backend, gradient))
@@ -111,10 +111,10 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []
 
 
-def slower_than_next(backend: str, call: Call) -> str | None:
-    """Why "auto" leaves a forward that this backend runs to the next one that does, or None."""
+def slower_than_next(backend: str, call: Call, gradient: bool = False) -> str | None:
+    """Why "auto" leaves a forward, or backward, that this backend runs to the next one that does, or None."""
     module = backend_module(backend)
-    return module.slower_than_next(call) if hasattr(module, "slower_than_next") else None
+    return module.slower_than_next(call, gradient) if hasattr(module, "slower_than_next") else None
 
 
 def refusal(spec: Spec, reasons: Mapping[str, Sequence[str]]) -> str:

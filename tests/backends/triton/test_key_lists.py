@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, causal, explain, mask_mod, selected, selected_blocks, window
+from saccade import Dense, Packed, Paged, alibi, causal, explain, mask_mod, selected, selected_blocks, softcap, window
 from saccade.backends import block_sparsity
 from saccade.backends.device import block_lists
 from saccade.backends.device.key_lists import tabulated
@@ -150,3 +150,37 @@ def test_gathered_keys(name):
     layout = Dense("bhsd", torch.tensor([9, 4]), torch.tensor([S_K, 33]))
     check(q, k, v, mask=FEW[name](), backend="triton", backward=False, **keywords).assert_ok()
     check(q, k, v, mask=FEW[name](), backend="triton", backward=False, layout=layout).assert_ok()
+
+
+BLOCKS = {
+    "short": lambda: selected_blocks(lists(B, 2, 21, 3, blocks=7), 16),
+    "of 20 keys": lambda: selected_blocks(lists(B, 2, 21, 2, blocks=6), 20, torch.randint(0, 3, (B, 2, 21))) & causal(),
+    "shared by heads": lambda: selected_blocks(lists(1, 1, 21, 3, blocks=7), 16, torch.tensor([3, 2])) & window(50, 0),
+    "of query heads": lambda: selected_blocks(lists(B, 6, 7, 2, blocks=4), 32, rows=3),
+    "alone": lambda: selected_blocks(lists(B, 2, 11, 1, blocks=2), 64, rows=2),
+    "none": lambda: selected_blocks(torch.full((B, 2, 21, 3), -1), 16),
+    "hot": lambda: selected_blocks(torch.tensor([3, -1, 9], dtype=torch.int32).expand(B, 1, 21, 3), 16),
+    "predicate": lambda: (
+        selected_blocks(lists(B, 1, 21, 3, blocks=7), 16) & mask_mod(lambda b, h, i, j: (i + j) % 3 > 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gathered_blocks(name):
+    """Forward and gradients, from unions of rows' lists, and from inverted lists; a key head has three query heads."""
+    given = [torch.randn(B, h, s, d) for h, s, d in ((6, 21, D), (2, 110, D), (2, 110, 24))]
+    mask = BLOCKS[name]()
+    dlse, sink = torch.randn(B, 6, 21), torch.randn(6)
+    check(*given, mask=mask, dlse=dlse, sink=sink, score_mod=softcap(3.0), backend="triton").assert_ok()
+    layout = Dense("bhsd", torch.tensor([21, 4]), torch.tensor([110, 33]))
+    check(*given, mask=mask, layout=layout, deterministic=True, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gathered_blocks_of_packed_sequences(rows):
+    layout = Packed.from_lengths((5, 0, 21, 3), (20, 90, 95, 0))
+    q, k, v = (torch.randn(n, h, D) for n, h in ((29, 4), (205, H_K), (205, H_K)))
+    shape = (H_K, 29, 2) if rows == 1 else (4, H_K, 7, 2)
+    mask = selected_blocks(lists(*shape, blocks=6), 20, torch.tensor([2, 1, 2, 0]), rows=rows)
+    check(q, k, v, mask=mask & causal(), layout=layout, backend="triton").assert_ok()

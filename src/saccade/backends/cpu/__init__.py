@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from saccade.backends import EVERYTHING, Gradients, Launches, Outputs, Saved
 from saccade.backends.cpu import paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
+from saccade.backends.key_lists import listed_keys
 from saccade.call import Call
 from saccade.call.spec import Spec
 from saccade.layouts import empty_like_rows
@@ -48,15 +50,29 @@ def _forward(call: Call, lse: bool) -> Outputs:
     """Of dense operands; the result of 8-bit ones is float32."""
     if call.descale is not None:
         call = call.dequantized()
+    call = _without_unlisted(call)
     if not call.max_scores and (result := sdpa.forward(call)) is not None:
         return *result, None
     return tiled.forward(call, lse)
 
 
 def _backward(call: Call, saved: Saved) -> Gradients:
+    call = _without_unlisted(call)
     if sdpa.runs_backward(call, saved):
         return *sdpa.backward(call, saved), ()
     return tiled.backward(call, saved)
+
+
+def _without_unlisted(call: Call) -> Call:
+    """The call with zeros for what is not finite in keys that no list names: a tile multiplies it by zero."""
+    if call.mask is None or not call.mask.bounds_per_row:
+        return call
+    if math.isfinite((call.k.sum(dtype=call.lse_dtype()) + call.v.sum(dtype=call.lse_dtype())).item()):
+        return call
+    if (listed := listed_keys(call)) is None:
+        return call
+    k, v = (torch.where(listed[..., None], x, 0) for x in (call.k, call.v))
+    return call.replace(k=k, v=v)
 
 
 def _packed_forward(call: Call, lse: bool) -> Outputs:

@@ -17,6 +17,7 @@ from saccade import masks
 from saccade.backends import Outputs
 from saccade.backends.cpu import tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS, TILE_ROWS, OnlineSoftmax, Scratch, products_dtype, wide_product
+from saccade.backends.key_lists import listed_keys
 from saccade.call import Call
 from saccade.call.descale import factor_of_rows
 from saccade.layouts import Paged, SlotRows
@@ -40,6 +41,7 @@ def forward(call: Call, lse: bool) -> Outputs:
     starts = layout.cu_seqlens_q
     if call.mask is not None and starts is not None:
         call = call.replace(mask=masks.padded(call.mask, starts, extent.s_q))
+    listed = listed_keys(call)
     out = call.empty_out()
     if not call.keeps_tail:
         out.zero_()
@@ -49,15 +51,18 @@ def forward(call: Call, lse: bool) -> Outputs:
         at = batch, slice(None), rows
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
-        _sequence(call, b, keys, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
+        named = None if listed is None else listed[b if len(listed) > 1 else 0, ..., None]
+        _sequence(call, b, keys, named, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
         if call.sink is not None:  # here, since rows of no sequence stay as they are
             row_lse[at] = tiled.join(out[at], row_lse[at], call.sink)
     return out, row_lse if lse else None, top if call.max_scores else None
 
 
-def _sequence(call: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor, Tensor, Tensor]) -> None:
+def _sequence(
+    call: Call, b: int, keys: int, listed: Tensor | None, q: Tensor, results: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
-    key."""
+    key. listed: the keys that lists name, (h_k or 1, s_k, 1), or None."""
     out, lse, largest = results
     mask, extent, group, products = call.mask, call.extent, call.group, _products(call)
     h_q, s_q, _ = q.shape
@@ -84,6 +89,9 @@ def _sequence(call: Call, b: int, keys: int, q: Tensor, results: tuple[Tensor, T
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(call) else min(start + step, keys), device="cpu")
             k, v = (_tile(call, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
+            if listed is not None:
+                there = torch.nn.functional.pad(listed[:, start:keys], (0, 0, 0, len(kv_idx)))[:, : len(kv_idx)]
+                k, v = (torch.where(there, x, 0) for x in (k, v))
             score = scratch("score", (*rows.shape[:2], len(kv_idx)), lse.dtype)
             score = wide_product(rows, k.mT, call.scale, score).view(1, h_q, block.height, -1)
             if call.score is not None:

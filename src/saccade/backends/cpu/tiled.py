@@ -201,6 +201,11 @@ def _softmax(worker: Worker, tile: Tile, k: Tensor, v: Tensor | None) -> OnlineS
     """Of a tile's rows, with v or for `top` and `total` alone; None where nothing is visible."""
     q = worker.queries(worker.call.q, tile, worker.scores)
     pieces = worker.pieces(tile)
+    plain = v is not None and worker.call.score is None and worker.call.dropout is None
+    if plain and len(pieces) > 1 and all(piece.core == piece.keys for piece in pieces):  # one product instead of many
+        k, v = (torch.cat([x[:, piece.keys] for piece in pieces], 1) for x in (k, v) if x is not None)
+        together = slice(0, k.shape[1])
+        pieces = worker.tiling.split([tile._replace(keys=together, core=together)])
     bounded = worker.scores != worker.wide and not worker.call.max_scores
     softmax = OnlineSoftmax(worker.scratch, bounded=bounded)
     for piece in pieces:
@@ -323,6 +328,8 @@ class _Backward:
             # Of several pieces each would be rounded, and their sum again.
             ds, multiply = (rounded, product) if len(pieces) == 1 else (ds, wide_product)
             dq += multiply(ds, k_of_dq[:, piece.keys], self.call.scale * self.rescale)
+        if bool((none := worker.queries(self.saved.lse[..., None], tile, worker.inside) == -torch.inf).any()):
+            dq.masked_fill_(none, 0)
         worker.store(self.dq, dq, tile)
 
     def _shift(self, worker: Worker, tile: Tile, k: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from saccade.backends.block_sparsity import compute_states, states_of, states_shape
 from saccade.backends.cpu import score_mods
 from saccade.call import Call
-from saccade.masks import EMPTY, FULL, PARTIAL, TILE, Blocked, Extent, Interval, Mask
+from saccade.masks import EMPTY, FULL, TILE, Blocked, Extent, Interval, Mask, Selected
 from saccade.scores import Score
 from saccade.util import hardware
 from saccade.util.caches import BoundedCache, derived_from_values
@@ -146,7 +147,9 @@ class OnlineSoftmax:
         self.mean, self.top, self.total = mean, top, total
 
     def out(self) -> Tensor:
-        return self.mean
+        """0 of a row that has seen nothing, whatever its zeros were multiplied by."""
+        empty = self.total == 0
+        return self.mean.masked_fill_(empty, 0) if bool(empty.any()) else self.mean
 
     def lse(self) -> Tensor:
         return self.top + self.total.log()
@@ -237,6 +240,9 @@ class Tiling:
         m = max(TILE_ROWS // 4, min(TILE_ROWS, self.width // 2, TILE_ELEMENTS // self.width))
         small = shape.s_q * shape.group * self.width <= SMALL
         self.rows = max(1, shape.s_q if small else m // shape.group)
+        lists = [x.rows for x in ([] if mask is None else mask.leaves()) if isinstance(x, Selected) and x.rows >= TILE]
+        if lists and self.rows > TILE:  # rows of several lists would visit the tiles of all
+            self.rows = TILE * (min(self.rows, *lists) // TILE)
         row_tiles = [list(self._row_tiles(b)) for b in range(self.hull.lo.shape[0])]
         self.groups = [
             [Tile(batch, heads, *rest) for rest in row_tiles[batch.start if len(row_tiles) > 1 else 0]]
@@ -307,10 +313,10 @@ class Tiling:
         rows = slice(tile.rows.start // TILE, -(-tile.rows.stop // TILE))
         keys = slice(tile.keys.start // TILE, -(-tile.keys.stop // TILE))
         seen = states[batch, head, rows, keys].flatten(0, 2)
-        state = torch.where((seen == FULL).all(0), FULL, torch.where((seen != EMPTY).any(0), PARTIAL, EMPTY))
-        values, counts = torch.unique_consecutive(state, return_counts=True)
+        state = (seen.amin(0) == FULL).to(torch.uint8) + (seen.amax(0) != EMPTY)  # EMPTY, PARTIAL or FULL: 0, 1 or 2
         start = keys.start * TILE
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+        for value, some in groupby(state.tolist()):
+            count = len(list(some))
             stop = start + count * TILE
             run = slice(max(start, tile.keys.start), min(stop, tile.keys.stop))
             if value != EMPTY and run.start < run.stop:

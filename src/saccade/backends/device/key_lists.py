@@ -67,6 +67,56 @@ class KeyTable(NamedTuple):
         return KeyTable(bits, *map(runtime_int, (*numbers, mask.keys)), given, FLAGS[flat])
 
 
+class ListArgs(NamedTuple):
+    """Lists as kernels read them; numbers are `runtime_int`s."""
+
+    lists: Any
+    lengths: Any
+    """or some other tensor"""
+    steps: Any
+    """of batch row, head, list and entry; then of lengths, of batch row, head and list"""
+    n: Any
+    groups: Any
+    """lists of a head"""
+    rows: Any
+    """of a list"""
+    keys: Any
+    """of an entry"""
+    cut: Any
+    """constexpr: there are lengths"""
+    end_to_end: Any
+    """constexpr: a list for each row of queries end to end"""
+
+    @staticmethod
+    def of(mask: Selected, call: Call) -> ListArgs:
+        lists, lengths = mask.lists if mask.lists.dim() == 4 else mask.lists[None], lengths_of(mask, call)
+        cut = lengths is not None
+        of_lists, of_lengths = (
+            [stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride(), strict=True)]
+            for x in (lists, lists[..., 0] if lengths is None else lengths)
+        )
+        steps = *of_lists[:3], lists.stride(3), *of_lengths
+        numbers = lists.shape[3], lists.shape[2], mask.rows, mask.keys
+        given = lists, lists if lengths is None else lengths, tuple(map(runtime_int, steps))
+        return ListArgs(*given, *map(runtime_int, numbers), FLAGS[cut], FLAGS[mask.end_to_end])
+
+
+def lengths_of(mask: Selected, call: Call) -> Tensor | None:
+    """The lengths of lists, (b or 1, heads or 1, lists or 1); of rows after the last sequence any."""
+    lengths = mask.lengths
+    if lengths is None or lengths.dim() > 1:
+        return lengths[None] if lengths is not None and lengths.dim() == 2 else lengths
+    if len(lengths) == 1 or not mask.end_to_end:
+        return lengths[:, None, None]
+    row = torch.arange(mask.lists.shape[1], device=lengths.device)
+    return lengths[sequence_of(row, call).clamp(max=len(lengths) - 1)][None, None]
+
+
+def sequence_of(row: Tensor, call: Call) -> Tensor:
+    """Which sequence rows end to end are of; after the last one their number."""
+    return torch.bucketize(row, call.layout.cu_seqlens_q[1:], right=True)
+
+
 def tabulated(call: Call, launches: Launches) -> Call:
     """The call with the table of each list in its mask."""
     if call.mask is None or not (call.mask.block_sparse and call.mask.bounds_per_row):
@@ -98,47 +148,46 @@ def table_launch(
     mask: Selected, call: Call, launches: Launches, table: tuple[TableShape, Tensor], number: int
 ) -> GivenLaunch:
     """The kernel that sets bits, and its arguments."""
-    (shape, bits), lists, lengths = table, mask.lists, mask.lengths
-    lists = lists if lists.dim() == 4 else lists[None]
-    if lengths is not None and lengths.dim() == 1:
-        lengths = _of_rows(lengths, call, shape) if mask.end_to_end else lengths[:, None, None]
-    if lengths is not None:
-        lengths = lengths.expand(shape[:3])
-    strides = *lists.expand(*shape[:3], -1).stride(), *((0, 0, 0) if lengths is None else lengths.stride())
-    numbers = lists.shape[-1], shape.heads, shape.groups, shape.words, shape.blocks
+    shape, bits = table
     launch = cached_launch(launches, ("key lists", number), lambda: Launch(table_kernel, (shape.lists, 1, 1), (CHUNK,)))
-    return launch, (bits, lists, lengths, *map(runtime_int, (*strides, *numbers)))
-
-
-def _of_rows(lengths: Tensor, call: Call, shape: TableShape) -> Tensor:
-    """Of sequences' lengths those of rows end to end, (1, 1, t_q); of rows after the last sequence any."""
-    if len(lengths) == 1:
-        return lengths[:, None, None]
-    row = torch.arange(shape.groups, device=lengths.device)
-    sequence = torch.bucketize(row, call.layout.cu_seqlens_q[1:], right=True)
-    return lengths[sequence.clamp(max=len(lengths) - 1)][None, None]
+    return launch, (bits, ListArgs.of(mask, call), *map(runtime_int, (shape.heads, shape.words, shape.blocks)))
 
 
 @triton.jit
-def table_kernel(
-    bits, lists, lengths, stride_b, stride_h, stride_g, stride_n, length_b, length_h, length_g, n, heads, groups, words,
-    blocks, CHUNK: tl.constexpr,
-):  # fmt: skip
+def list_at(args, b, head, group):
+    """Pointers to the entries of lists, and how many of them count: of heads that have lists, or share one."""
+    steps = args.steps
+    b = b.to(tl.int64)
+    head = head.to(tl.int64)
+    group = group.to(tl.int64)
+    entries = args.lists + b * plain_int(steps[0]) + head * plain_int(steps[1]) + group * plain_int(steps[2])
+    length = group.to(tl.int32) * 0 + plain_int(args.n)
+    if args.cut:
+        offset = b * plain_int(steps[4]) + head * plain_int(steps[5]) + group * plain_int(steps[6])
+        length = tl.minimum(tl.load(args.lengths + offset), length).to(tl.int32)
+    return entries, length
+
+
+@triton.jit
+def list_of_row(args, b, head, first, row):
+    """The same of rows of sequence b, whose first one is row `first` of those end to end. Rows that are not there have
+    the list of some other."""
+    group = first + row if args.end_to_end else row // plain_int(args.rows)
+    return list_at(args, b, head, tl.maximum(tl.minimum(group, plain_int(args.groups) - 1), 0))
+
+
+@triton.jit
+def table_kernel(bits, args, heads, words, blocks, CHUNK: tl.constexpr):
     """The bits of one list, in zeros."""
     number = tl.program_id(0).to(tl.int64)
-    group = number % plain_int(groups)
-    head = number // plain_int(groups) % plain_int(heads)
-    b = number // plain_int(groups) // plain_int(heads)
-    entries = lists + b * plain_int(stride_b) + head * plain_int(stride_h) + group * plain_int(stride_g)
-    length = plain_int(n)
-    if lengths is not None:
-        given = tl.load(lengths + b * plain_int(length_b) + head * plain_int(length_h) + group * plain_int(length_g))
-        length = tl.minimum(given, length).to(tl.int32)
+    groups = plain_int(args.groups)
+    head = number // groups % plain_int(heads)
+    entries, length = list_at(args, number // groups // plain_int(heads), head, number % groups)
     row = bits + number * plain_int(words)
     for start in range(0, length, CHUNK):
         # [CHUNK]
         index = start + tl.arange(0, CHUNK)
-        entry = tl.load(entries + index.to(tl.int64) * plain_int(stride_n), mask=index < length, other=-1)
+        entry = tl.load(entries + index.to(tl.int64) * plain_int(args.steps[3]), mask=index < length, other=-1)
         valid = (entry >= 0) & (entry < plain_int(blocks))
         entry = tl.where(valid, entry, 0).to(tl.int32)
         one = tl.full([CHUNK], 1, tl.int32)

@@ -73,11 +73,13 @@ def refusals(call: Call, gradient: bool) -> list[str]:
     return reasons
 
 
-def slower_than_next(call: Call) -> str | None:
-    """Why "auto" leaves the call to the next backend, or None: lists of keys for few rows, and a bias that TMA cannot
-    load, at d up to 64 (notes/scores.md)."""
-    if gathers(call):
+def slower_than_next(call: Call, gradient: bool) -> str | None:
+    """Why "auto" leaves the call, or its backward, to the next backend, or None: lists of keys for few rows, and a bias
+    that TMA cannot load, at d up to 64 (notes/scores.md)."""
+    if gathers(call, gradient):
         return "triton gathers the keys of lists for few rows, of which a tile of rows visits many more"
+    if gradient:
+        return None
     score, d = call.score, max(call.q.shape[3], call.v.shape[3])
     if d > 64 or not isinstance(score, Traced) or not score.program.own_elements:
         return None

@@ -50,7 +50,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
             return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
     if call.layout.has_pages and call.layout.sequences >= MOST_SEQUENCES:
         return [f"takes pages of fewer than {MOST_SEQUENCES} sequences, or rows of slots, not {call.layout.sequences}"]
-    return refused_lists(call)
+    return [] if gathers(call, gradient) else refused_lists(call)
 
 
 def workspace(spec: Spec) -> str:
@@ -61,9 +61,9 @@ def workspace(spec: Spec) -> str:
 
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     if gathers(call):
-        from saccade.backends.triton import listed_kernel
+        from saccade.backends.triton import listed
 
-        return listed_kernel.forward(call, launches, lse)
+        return listed.forward(call, launches, lse)
     from saccade.backends.device.key_lists import tabulated
 
     call = tabulated(call, launches)
@@ -88,6 +88,10 @@ def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.device.key_lists import tabulated
     from saccade.backends.triton import launch
 
+    if gathers(call, gradient=True):
+        from saccade.backends.triton import listed
+
+        return *listed.backward(call, launches, saved), [None] * len(saved.wanted)
     call = tabulated(call, launches)
     saved = merge_kernel.divide_gradients(call, launches, saved)
     biases = launch.bias_sums_of(call, saved)

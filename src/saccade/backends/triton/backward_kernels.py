@@ -88,7 +88,7 @@ def delta_kernel(
 
 
 @triton.jit
-def _apply_slope(ds, qk, args, q_idx, kv_idx):
+def apply_slope(ds, qk, args, q_idx, kv_idx):
     """ds after the slope of the score function. The operands broadcast in either orientation."""
     if not args.score.unit_slope:  # at masked scores the slope may be anything
         slope = args.score.slope(args.score.data, qk * args.scale, args.b, args.h, q_idx, kv_idx)
@@ -125,6 +125,17 @@ def dkdv_step(
     else:
         row_lse = tl.load(rows.shift + q_idx)
         row_delta = tl.load(rows.delta + q_idx)
+    tiles = q_tile, dout_tile, row_lse, row_delta
+    return dkdv_of_rows(dk, dv, tiles, k_tile, v_tile, q_idx, kv_idx, args, shape, MASKED, ALIGNED, bias)
+
+
+@triton.jit
+def dkdv_of_rows(
+    dk, dv, rows, k_tile, v_tile, q_idx, kv_idx, args, shape, MASKED: tl.constexpr, ALIGNED: tl.constexpr = True,
+    bias=None,
+):  # fmt: skip
+    """The same of rows in registers: q [block_q, d], dout [block_q, d_v], shift and delta [block_q]."""
+    q_tile, dout_tile, row_lse, row_delta = rows
     # [block_k, block_q]
     qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=shape.PRECISION)
     if v_tile is None:
@@ -137,7 +148,7 @@ def dkdv_step(
     if dv.shape[0] > 1:
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision=shape.PRECISION)
     if v_tile is not None:
-        ds = _apply_slope(ds, qk, args, q_idx[None, :], kv_idx[:, None])
+        ds = apply_slope(ds, qk, args, q_idx[None, :], kv_idx[:, None])
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=shape.PRECISION)
     return dk, dv
 
@@ -242,7 +253,7 @@ def _dq_step(
     args, q_idx = block.args, block.q_idx[:, None]
     lse, delta = row_lse[:, None], row_delta[:, None]
     _, ds = weight_gradient(qk, dp, lse, delta, args, q_idx, kv_idx[None, :], MASKED, bias=bias)
-    ds = _apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
+    ds = apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
     if BIASES:
         low, high = args.score.reach(args.score.data, args.b, args.h)
         total = tl.sum(ds, 1)

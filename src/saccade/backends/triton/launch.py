@@ -60,19 +60,8 @@ def backward(
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if call.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
-    dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     with on_device(q):
-        dout = aligned_rows(launches, saved.dout)
-        # Packed rows stand alone here.
-        used = None if call.layout.ragged_keys else positions.spans(call)[0]
-        rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
-        block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
-        grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
-        out = aligned_rows(launches, saved.out)
-        sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
-        preprocess = cached_launch(launches, key, lambda: Launch(delta_kernel, grid, sizes))
-        preprocess(q.device.index, (dout, out, *rows))
+        dout, shift, delta = row_sums(call, launches, saved)
         operands = (*(operand(call, launches, name) for name in ("q", "k", "v")), dout)
         sums = TensorArgs.of(dk), TensorArgs.of(dv)
         if max(q.shape[3], v.shape[3]) > WIDE:
@@ -83,6 +72,22 @@ def backward(
         own = None if biases is None else biases.sums
         _launch("dq", call, launches, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
     return dq, dk, dv, sink_gradient(call, launches, saved, delta)
+
+
+def row_sums(call: Call, launches: Launches, saved: Saved) -> tuple[TensorArgs, Tensor, Tensor]:
+    """dout, and shift and delta of `delta_kernel`, (b, h_q, s_q) float32."""
+    q, v = call.q, call.v
+    dlse = None if saved.dlse is None else saved.dlse.contiguous()
+    delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    dout, out = aligned_rows(launches, saved.dout), aligned_rows(launches, saved.out)
+    # Packed rows stand alone here.
+    used = None if call.layout.ragged_keys else positions.spans(call)[0]
+    rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
+    block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
+    grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
+    sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
+    cached_launch(launches, key, lambda: Launch(delta_kernel, grid, sizes))(q.device.index, (dout, out, *rows))
+    return dout, shift, delta
 
 
 DELTA_ROWS = 32
