@@ -42,7 +42,7 @@ class SlotRows(Paged):
             ValueError: caches whose pages do not begin at equal multiples of their rows.
         """
         (pages, size), table = k.shape[:2], self.block_table
-        step, other = map(_rows_apart, (k, v))
+        step, other = map(rows_apart, (k, v))
         if step is None or step != other:
             raise ValueError(
                 "slots need caches (pages, page_size, h, d) whose pages begin at equal multiples of their rows, got "
@@ -53,13 +53,7 @@ class SlotRows(Paged):
             there = (table >= 0) & (table < pages * size)
             table = torch.where(there, table // size * step + table % size, -1)
         layout = SlotRows(table, self.seqused_k, self.cu_seqlens_q, self.num_splits, s_q=self.s_q)
-        # Of pages of one row the row's stride is that of pages.
-        strides = (x.stride(1) if size > 1 else x.stride(0) for x in (k, v))
-        rows = [
-            x.as_strided((count, 1, *x.shape[2:]), (row, row, *x.stride()[2:]))
-            for x, row in zip((k, v), strides, strict=True)
-        ]
-        return layout, rows[0], rows[1], ListedSlots(table, count)
+        return layout, single_rows(k, step), single_rows(v, step), ListedSlots(table, count)
 
     # Views
 
@@ -139,10 +133,21 @@ class SlotRows(Paged):
         return f"Paged({self.sequences} rows of up to {self.block_table.shape[1]} slots)"
 
 
-def _rows_apart(x: Tensor) -> int | None:
+def rows_apart(x: Tensor) -> int | None:
     """How many rows after a page of a cache (pages, page_size, h, d) the next one begins; None if between two rows."""
     pages, size = x.shape[:2]
     if pages == 1:
         return size
-    row = x.stride(1) if size > 1 else x.stride(0)
+    row = _row_stride(x)
     return x.stride(0) // row if row and x.stride(0) % row == 0 else None
+
+
+def single_rows(x: Tensor, step: int) -> Tensor:
+    """A cache (pages, page_size, h, d) as pages of one row, `step` to a page, and those between pages besides."""
+    (pages, size), row = x.shape[:2], _row_stride(x)
+    return x.as_strided(((pages - 1) * step + size, 1, *x.shape[2:]), (row, row, *x.stride()[2:]))
+
+
+def _row_stride(x: Tensor) -> int:
+    """Of pages of one row that of pages."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
