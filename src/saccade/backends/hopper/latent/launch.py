@@ -13,8 +13,8 @@ from torch import Tensor
 
 from saccade.backends import Launches, Outputs
 from saccade.backends.device import masks, positions, scores
-from saccade.backends.device.key_lists import tabulated
 from saccade.backends.device.gradients import padded
+from saccade.backends.device.key_lists import tabulated
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
 from saccade.backends.device.positions import spans_of
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
@@ -58,10 +58,8 @@ class Cut:
 
         rows = min((1, 2, 4, 8, 16, 32, 64), key=lambda rows: packs(rows)[0] * packs(rows)[1])
         tiles = h_k * packs(rows)[0] * packs(rows)[1]
-        if lists:
-            keys = lists.table.shape
-        else:
-            keys = call.layout.sequences, call.layout.capacity(call.k.shape[2])
+        layout = call.layout
+        keys = lists.table.shape if lists else (layout.sequences, layout.capacity(call.k.shape[2]))
         return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles), lists is not None, *keys)
 
 

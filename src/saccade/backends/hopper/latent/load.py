@@ -197,7 +197,7 @@ def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.conste
         start = tl.load(schedule.starts + i, mask=i < count, other=0)
         end = tl.load(schedule.starts + 1 + i, mask=i < count, other=0)
         line = tl.cdiv(start, length)
-        for more in range(0, tl.max(tl.cdiv(end, length) - line, 0)):
+        for more in range(tl.max(tl.cdiv(end, length) - line, 0)):
             tl.store(schedule.lines_first + line + more, i, mask=(line + more) * length < end)
 
 
@@ -234,9 +234,8 @@ def merge_kernel(
     start = tl.load(schedule.starts + b)
     end = tl.load(schedule.starts + b + 1)
     first = start // length
-    if BY_LINE:
-        if (first + 1 != line) | (start == line * length):  # another line's, or none begins inside
-            return
+    if BY_LINE and (first + 1 != line) | (start == line * length):  # another line's, or none begins inside
+        return
     count = (end - 1) // length - first + 1
     if count == 1:
         return
