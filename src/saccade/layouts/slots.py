@@ -19,7 +19,7 @@ class SlotRows(Paged):
     """`Paged(slots=…)` as backends see it: a sequence of one query for each row, and a page for each slot."""
 
     s_q: int = 0
-    """rows of a batch row; 0 for rows end to end"""
+    """rows of a batch row; 0 for rows end to end, and -1 - b of b batch rows without a row"""
 
     WORD = "slots"
     FLAT = "block_table", "seqused_k", "cu_seqlens_q", "num_splits", "s_q"
@@ -32,7 +32,7 @@ class SlotRows(Paged):
             if starts.is_cpu and has_values(starts):
                 check_offsets("cu_seqlens_q", starts.tolist(), slots.shape[0])
             starts = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=starts.dtype).minimum(starts[-1])
-        s_q = 0 if slots.dim() == 2 else slots.shape[1]
+        s_q = 0 if slots.dim() == 2 else slots.shape[1] or -1 - slots.shape[0]
         return SlotRows(slots.flatten(0, -2), layout.seqused_k.flatten(), starts, layout.num_splits, s_q=s_q)
 
     def over_rows(self, k: Tensor, v: Tensor) -> tuple[SlotRows, Tensor, Tensor, Mask]:
@@ -66,8 +66,7 @@ class SlotRows(Paged):
     def ordered(self, x: Tensor) -> Tensor:
         if self.cu_seqlens_q is not None:
             return super().ordered(x)
-        rows = x.squeeze(2)
-        return rows.unflatten(0, (-1, self.s_q)) if self.s_q else rows
+        return self._by_batch(x.squeeze(2))
 
     def canonical_lse(self, x: Tensor) -> Tensor:
         """(rows, h, 1) of a (b, h, s_q) or (h, t) tensor; with cu_seqlens_q (1, h, t)."""
@@ -78,14 +77,19 @@ class SlotRows(Paged):
     def ordered_lse(self, x: Tensor) -> Tensor:
         if self.cu_seqlens_q is not None:
             return super().ordered_lse(x)
-        rows = x.squeeze(2)
-        return (rows.unflatten(0, (-1, self.s_q)) if self.s_q else rows).transpose(-1, -2)
+        return self._by_batch(x.squeeze(2)).transpose(-1, -2)
+
+    def _by_batch(self, x: Tensor) -> Tensor:
+        """(b, s_q, …) of rows (rows, …), unless they are end to end."""
+        if self.s_q < 0:
+            return x.unflatten(0, (-1 - self.s_q, 0))
+        return x.unflatten(0, (-1, self.s_q)) if self.s_q else x
 
     # Errors
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
         rows = self.sequences
-        lead = (rows // self.s_q, self.s_q) if self.s_q else (rows,)
+        lead = (-1 - self.s_q, 0) if self.s_q < 0 else (rows // self.s_q, self.s_q) if self.s_q else (rows,)
         if len(q) != len(lead) + 2 or tuple(q[:-2]) != lead or not len(k) == len(v) == 4:
             text = f"{', '.join(map(str, lead))}, h, d"
             return f"with slots for {lead} rows {name} must be ({text}), and the caches (pages, page_size, h, d)"
