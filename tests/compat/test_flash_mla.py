@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Unsupported
 from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 D, D_V, H, TOPK = 48, 32, 5, 12
@@ -84,8 +83,6 @@ def test_dense_decoding():
 
 def test_wrong_calls():
     q, cache, indices = torch.randn(2, 1, H, D), torch.randn(6, 8, 1, D), torch.zeros(2, 1, 4).int()
-    with pytest.raises(Unsupported, match="FP8"):
-        flash_mla_with_kvcache(q, cache, None, None, D_V, is_fp8_kvcache=True, indices=indices)
     with pytest.raises(ValueError, match="not with causal=True"):
         flash_mla_with_kvcache(q, cache, None, None, D_V, causal=True, indices=indices)
     with pytest.raises(ValueError, match="go together"):

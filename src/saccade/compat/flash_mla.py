@@ -3,7 +3,7 @@
     from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 
 Any number of heads and of listed keys, any head dims that caches have, float16 and float32 besides bfloat16, and 16-bit
-caches in decoding. FP8 caches are refused. Source: https://github.com/deepseek-ai/FlashMLA
+caches in decoding besides FP8 records. Source: https://github.com/deepseek-ai/FlashMLA
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from saccade.api import attention
 from saccade.call.partial import Partial, Scored, merge
-from saccade.layouts import Dense, Paged
+from saccade.layouts import Dense, LatentCache, Paged
+from saccade.layouts.latent_cache import FORMATS
 from saccade.layouts.validate import has_values, shortened
 from saccade.masks import Mask
 from saccade.masks import causal as causal_mask
@@ -68,7 +69,8 @@ def flash_mla_sparse_fwd(
         raise ValueError(f"kv must be (s_kv, 1, d), and indices (s_q, 1, topk), got {_shapes(kv, indices)}")
     if q.dim() != 3:
         raise ValueError(f"q must be (s_q, h_q, d), got {tuple(q.shape)}")
-    _check(q, "kv", kv, "d_v", d_v, attn_sink)
+    _check(q, "kv", kv, "d_v", d_v)
+    _check_sink(q, attn_sink)
     cache, scale = kv[None], arguments.number("sm_scale", sm_scale)
     layout = _lists(q, "indices", indices[:, 0], "topk_length", topk_length)
     found = attention(q, cache, cache[..., :d_v], layout=layout, scale=scale, return_lse=True, return_max_scores=True)
@@ -100,7 +102,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (b, s_q, h_q, d).
-        k_cache: (pages, page_size, 1, d), whose first head_dim_v columns are the values.
+        k_cache: (pages, page_size, 1, d), whose first head_dim_v columns are the values; or FP8 records, 656 or 584
+            bytes a row, see `LatentCache`.
         block_table: (b, width): the page table; unused with indices.
         cache_seqlens: (b,): keys of each sequence; unused with indices.
         head_dim_v: columns of a value.
@@ -108,7 +111,7 @@ def flash_mla_with_kvcache(
         num_splits: unused.
         softmax_scale: factor on the scores; 1/sqrt(d) when None.
         causal: whether the last row stands at the last key, and rows see none behind them; not with indices.
-        is_fp8_kvcache: refused.
+        is_fp8_kvcache: whether the caches hold FP8 records.
         indices: (b, s_q, topk) int32: slots, page * page_size + row; -1, and whatever the cache has not, names nothing.
         attn_sink: (h_q,) float32, as in `flash_mla_sparse_fwd`.
         extra_k_cache: a second cache, whose keys rows see too.
@@ -121,11 +124,9 @@ def flash_mla_with_kvcache(
         without keys.
 
     Raises:
-        Unsupported: a cache of 8 bits.
+        Unsupported: FP8 records of another size.
         ValueError: shapes that do not fit, causal with indices, or a second cache without both.
     """
-    if is_fp8_kvcache:
-        raise Unsupported("flash_mla_with_kvcache: caches of FP8 records are not supported; pass a 16-bit cache")
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (extra_k_cache is not None and indices is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, and with indices")
     for name, length, slots in (
@@ -137,27 +138,29 @@ def flash_mla_with_kvcache(
     arguments.tensors(q=q, k_cache=k_cache)
     if q.dim() != 4 or k_cache.dim() != 4:
         raise ValueError(f"q must be (b, s_q, h_q, d), and k_cache (pages, page_size, 1, d), got {_shapes(q, k_cache)}")
-    _check(q, "k_cache", k_cache, "head_dim_v", head_dim_v, attn_sink)
+    _check_sink(q, attn_sink)
     scale = None if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
 
-    def over(cache: Tensor, layout: Paged, mask: Mask | None = None) -> Partial:
-        values = cache[..., :head_dim_v]
-        return attention(q, cache, values, mask=mask, layout=layout, scale=scale, return_lse=True)
+    def over(name: str, cache: Tensor, layout: Paged, mask: Mask | None = None) -> Partial:
+        if is_fp8_kvcache:
+            k = v = _records(q, name, cache, head_dim_v)
+        else:
+            _check(q, name, cache, "head_dim_v", head_dim_v)
+            k, v = cache, cache[..., :head_dim_v]
+        return attention(q, k, v, mask=mask, layout=layout, scale=scale, return_lse=True)
 
     if indices is None:
         if block_table is None or cache_seqlens is None:
             raise ValueError("flash_mla_with_kvcache needs block_table and cache_seqlens, or indices")
-        found = over(
-            k_cache, _pages(q, block_table, cache_seqlens, k_cache.shape[1]), causal_mask() if causal else None
-        )
+        layout = _pages(q, block_table, cache_seqlens, k_cache.shape[1])
+        found = over("k_cache", k_cache, layout, causal_mask() if causal else None)
     elif causal:
         raise ValueError("indices say which keys a row sees: not with causal=True")
     else:
-        found = over(k_cache, _lists(q, "indices", indices, "topk_length", topk_length))
+        found = over("k_cache", k_cache, _lists(q, "indices", indices, "topk_length", topk_length))
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            _check(q, "extra_k_cache", extra_k_cache, "head_dim_v", head_dim_v, None)
             lists = extra_indices_in_kvcache, "extra_topk_length", extra_topk_length
-            more = over(extra_k_cache, _lists(q, "extra_indices_in_kvcache", *lists))
+            more = over("extra_k_cache", extra_k_cache, _lists(q, "extra_indices_in_kvcache", *lists))
             found = merge(found, more, layout=Dense("bshd"))
     out, lse = found
     return _beside_sink(out, lse.transpose(1, 2), attn_sink), _natural(lse)
@@ -167,12 +170,32 @@ def _shapes(*tensors: Tensor) -> str:
     return " and ".join(str(tuple(x.shape)) for x in tensors)
 
 
-def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int, sink: Tensor | None) -> None:
+def _records(q: Tensor, name: str, cache: Tensor, columns: int) -> LatentCache:
+    """The cache of FP8 records whose size its rows have.
+
+    Raises:
+        Unsupported: records of another size.
+        ValueError: queries or values of other columns than the records have, or bytes of another dtype or order.
+        TypeError: a cache that is not a tensor.
+    """
+    arguments.tensors(**{name: cache})
+    found = next((form for form, record in FORMATS.items() if record.bytes == cache.shape[-1]), None)
+    if found is None:
+        known = " and ".join(str(record.bytes) for record in FORMATS.values())
+        raise Unsupported(f"{name}: FP8 records of {known} bytes are supported, not {cache.shape[-1]}")
+    record = FORMATS[found]
+    if (q.shape[-1], columns) != (record.d, record.d_v):
+        wanted = f"q (…, {record.d}) and head_dim_v {record.d_v}"
+        got = f"q {tuple(q.shape)} and head_dim_v {columns}"
+        raise ValueError(f"{name} of {record.bytes} bytes a row goes with {wanted}, got {got}")
+    return LatentCache(cache, found)
+
+
+def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int) -> None:
     """
     Raises:
-        ValueError: a cache that is not like q, more columns of values than a row has, or a sink of another shape or
-            device.
-        TypeError: a cache or sink that is not a tensor, or columns that are not an integer.
+        ValueError: a cache that is not like q, or more columns of values than a row has.
+        TypeError: a cache that is not a tensor, or columns that are not an integer.
     """
     arguments.tensors(**{cache_name: cache})
     if cache.shape[-1:] != q.shape[-1:] or cache.dtype != q.dtype or cache.device != q.device:
@@ -180,6 +203,14 @@ def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int, s
         raise ValueError(f"{cache_name} must have {wanted}, as q {tuple(q.shape)} has, got {got}, {tuple(cache.shape)}")
     if arguments.integer(name, columns, least=1) > cache.shape[-1]:
         raise ValueError(f"{name} must be at most the {cache.shape[-1]} columns of a row, got {columns}")
+
+
+def _check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: a sink of another shape or device.
+        TypeError: a sink that is not a tensor.
+    """
     if sink is None:
         return
     arguments.tensors(attn_sink=sink)

@@ -26,7 +26,7 @@ from saccade.backends.key_lists import one_list
 from saccade.call import Call
 from saccade.layouts import Paged, SlotRows
 from saccade.layouts.slots import rows_apart, single_rows
-from saccade.masks import Selected
+from saccade.masks import Mask, Selected
 
 CHUNK = 2048
 """Entries that a program looks at at once."""
@@ -97,7 +97,7 @@ def as_pages(call: Call, launches: Launches) -> Call:
     return call.replace(layout=pages, mask=None)
 
 
-def _listed(call: Call) -> tuple[Selected, masks.Mask | None]:
+def _listed(call: Call) -> tuple[Selected, Mask | None]:
     found = one_list(call)
     assert found is not None
     return found
