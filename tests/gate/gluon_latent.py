@@ -66,7 +66,7 @@ def compiled(row: GateRow) -> tuple[Any, int]:
     top = torch.empty(4, 128, s_q) if call.max_scores else None
     if row.words[0] == "schedule":
         numbers = schedule, *positions.spans(call), masks.device_args(call), s_q, 4096
-        return warmed(launch.scheduling({}), numbers), 0
+        return warmed(launch.scheduling({}, cut), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
         tensors = *parts, out, torch.empty(4, 128, s_q), top, sink, schedule, 128, s_q

@@ -95,7 +95,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
             launch = launches[key] = prepare(call, cut, cache)
         index, schedule, parts = q.device.index, empty_schedule(call, cut), empty_parts(call, cut)
         sizes = (None, spans[1], mask, 1) if cut.listed else (*spans, mask, q.shape[2])
-        scheduling(launches)(index, (schedule, *sizes, cut.capacity))
+        scheduling(launches, cut)(index, (schedule, *sizes, cut.capacity))
         results = target, row_lse, top, *parts, sink
         given = arguments(cache, results, schedule, spans, pages_of(call, lists), mask, score)
         launch(index, (q, cache), given, call.scale)
@@ -112,7 +112,7 @@ def pages_of(call: Call, lists: SlotLists | None) -> load.Pages | None:
 
 def empty_schedule(call: Call, cut: Cut) -> Schedule:
     b = cut.sequences
-    pointers = torch.empty(2 * b + 1 + cut.lines, dtype=torch.int32, device=call.q.device)
+    pointers = torch.empty(2 * b + 2 + cut.lines, dtype=torch.int32, device=call.q.device)
     return Schedule(pointers, pointers[b + 1 :], pointers[2 * b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
@@ -124,8 +124,9 @@ def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
     return torch.empty(*rows, call.v.shape[3], **make), torch.empty(rows, **make), top
 
 
-def scheduling(launches: Launches) -> Launch:
-    return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
+def scheduling(launches: Launches, cut: Cut) -> Launch:
+    constants = BLOCK_K, max(32, 1 << (cut.lines - 1).bit_length())
+    return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), constants))
 
 
 def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:

@@ -141,7 +141,7 @@ class Schedule(NamedTuple):
     firsts: Any
     """int32 (sequences): the number of its first tile"""
     lines_first: Any
-    """int32 (lines): which sequence has the first tile of each line that has some"""
+    """int32 (lines + 1): which sequence has the first tile of each line that has some; then how many tiles lines have"""
     sequences: Any
     """runtime_ints, as the next"""
     lines: Any
@@ -149,6 +149,8 @@ class Schedule(NamedTuple):
 
 LEAST_TILES = tl.constexpr(2)
 """Tiles of a line at least: fewer are not worth a merge."""
+MERGE = tl.constexpr(4)
+"""Tiles that take as long as a merge, about."""
 AT_ONCE = tl.constexpr(1024)
 """Sequences that the schedule's one program looks at together."""
 
@@ -156,16 +158,27 @@ AT_ONCE = tl.constexpr(1024)
 @triton.jit
 def length_of_line(schedule):
     """Tiles of each line but the last ones."""
-    total = tl.load(schedule.starts + plain_int(schedule.sequences))
-    return tl.maximum(tl.cdiv(total, plain_int(schedule.lines)), LEAST_TILES)
+    return tl.load(schedule.lines_first + plain_int(schedule.lines))
+
+
+@triton.jit
+def _length(total, longest, count, lines):
+    """Tiles of each line: such that lines end with sequences, or equal parts of them, if all are equally long and that
+    costs less than merges."""
+    exact = tl.maximum(tl.cdiv(total, lines), LEAST_TILES)
+    parts = tl.maximum(longest // exact, 1)
+    even = tl.where(exact > longest, tl.cdiv(exact, longest) * longest, tl.cdiv(longest, parts))
+    fits = (total == count * longest) & (even <= exact + MERGE) & ((exact > longest) | (longest % parts == 0))
+    return tl.where(fits, even, exact)
 
 
 @triton.jit(do_not_specialize=["s_q", "s_k"])
-def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr):
+def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr, LINES: tl.constexpr):
     """Writes the schedule: of each sequence the tiles that some row sees, by the bounds of its first and last row, or
-    one."""
+    one. LINES: a power of two, not below the lines."""
     count = plain_int(schedule.sequences)
     total = count * 0
+    longest = count * 0
     for at in range(0, count, AT_ONCE):
         # [AT_ONCE]
         i = at + tl.arange(0, AT_ONCE)
@@ -189,16 +202,24 @@ def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.conste
         tl.store(schedule.firsts + i, first, mask=i < count)
         tl.store(schedule.starts + 1 + i, ends, mask=i < count)
         total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    lines = plain_int(schedule.lines)
+    length = _length(total, longest, count, lines)
     tl.store(schedule.starts, 0)
+    tl.store(schedule.lines_first + lines, length)
     tl.debug_barrier()  # other threads wrote some of what is read now
-    length = length_of_line(schedule)
-    for at in range(0, count, AT_ONCE):
-        i = at + tl.arange(0, AT_ONCE)
-        start = tl.load(schedule.starts + i, mask=i < count, other=0)
-        end = tl.load(schedule.starts + 1 + i, mask=i < count, other=0)
-        line = tl.cdiv(start, length)
-        for more in range(tl.max(tl.cdiv(end, length) - line, 0)):
-            tl.store(schedule.lines_first + line + more, i, mask=(line + more) * length < end)
+    # [LINES]
+    line = tl.arange(0, LINES)
+    first = line * 0  # as many sequences as end before the line
+    end = first + count
+    left = count
+    while left > 0:
+        middle = (first + end) // 2
+        before = tl.load(schedule.starts + 1 + middle, mask=first < end, other=1 << 30) <= line * length
+        first = tl.where(before, middle + 1, first)
+        end = tl.where(before, end, middle)
+        left = left // 2
+    tl.store(schedule.lines_first + line, first, mask=(line < lines) & (line * length < total))
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
