@@ -10,7 +10,7 @@ from saccade.api import Explanation, attention, explain, plan
 from saccade.call.descale import Descale
 from saccade.call.partial import Partial, Scored, merge
 from saccade.call.spec import Spec
-from saccade.layouts import Dense, Packed, Paged
+from saccade.layouts import Dense, LatentCache, Packed, Paged
 from saccade.masks import Mask, causal, documents, interval, mask_mod, prefix, selected, selected_blocks, window
 from saccade.ops.block_mask import block_mask
 from saccade.ops.dispatch import Plan, Unsupported
@@ -36,6 +36,7 @@ __all__ = [
     "Dense",
     "Descale",
     "Explanation",
+    "LatentCache",
     "Mask",
     "Packed",
     "Paged",

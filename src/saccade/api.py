@@ -16,7 +16,7 @@ from saccade.call import Call, check_call
 from saccade.call.descale import Descale
 from saccade.call.partial import Partial, Scored
 from saccade.call.spec import Spec
-from saccade.layouts import Dense, Layout
+from saccade.layouts import Dense, LatentCache, Layout
 from saccade.masks import Mask
 from saccade.ops import dispatch, replay
 from saccade.ops.explanation import Explanation
@@ -51,29 +51,31 @@ class _Options(TypedDict, total=False):
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor | LatentCache, v: Tensor | LatentCache, *, return_lse: Literal[False] = False,
     return_max_scores: Literal[False] = False, **options: Unpack[_Options],
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_scores: Literal[False] = False,
+    q: Tensor, k: Tensor | LatentCache, v: Tensor | LatentCache, *,
+    return_lse: Literal[True], return_max_scores: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> Partial: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_scores: Literal[True],
+    q: Tensor, k: Tensor | LatentCache, v: Tensor | LatentCache, *,
+    return_lse: bool = False, return_max_scores: Literal[True],
     **options: Unpack[_Options],
 ) -> Scored: ...  # fmt: skip
 
 
 def attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | LatentCache,
+    v: Tensor | LatentCache,
     *,
     mask: Mask | Tensor | BlockMask | None = None,
     score_mod: ScoreFunction | None = None,
@@ -164,6 +166,9 @@ def attention(
     if context is not None:
         if not hasattr(context, "attention"):
             raise TypeError(f"context must be a plan of saccade.distributed.plan, got {arguments.describe(context)}")
+        arguments.tensors(k=k, v=v)
+        assert isinstance(k, Tensor)
+        assert isinstance(v, Tensor)
         result, lse, max_scores = context.attention(
             q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
             return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,

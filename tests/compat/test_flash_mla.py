@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Unsupported
 from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 D, D_V, H, TOPK = 48, 32, 5, 12
@@ -84,8 +83,6 @@ def test_dense_decoding():
 
 def test_wrong_calls():
     q, cache, indices = torch.randn(2, 1, H, D), torch.randn(6, 8, 1, D), torch.zeros(2, 1, 4).int()
-    with pytest.raises(Unsupported, match="FP8"):
-        flash_mla_with_kvcache(q, cache, None, None, D_V, is_fp8_kvcache=True, indices=indices)
     with pytest.raises(ValueError, match="not with causal=True"):
         flash_mla_with_kvcache(q, cache, None, None, D_V, causal=True, indices=indices)
     with pytest.raises(ValueError, match="go together"):
@@ -103,8 +100,20 @@ def test_wrong_calls():
         ({"d_v": -1}, "d_v must be an integer from 1 on"),
         ({"attn_sink": torch.zeros(1)}, r"attn_sink must be \(4,\)"),
         ({"attn_sink": torch.zeros(3, 1)}, r"attn_sink must be \(4,\)"),
-        ({"topk_length": torch.zeros(2).int()}, r"topk_length must be \(3,\)"),
-        ({"indices": torch.zeros(2, 1, 5).int()}, r"q must be \(s_q, h_q, d\)"),
+        ({"topk_length": torch.zeros(2).int()}, r"topk_length must be int32 or int64 \(3,\)"),
+        ({"topk_length": torch.zeros(3)}, r"topk_length must be int32 or int64 \(3,\).* got torch.float32"),
+        (
+            {"topk_length": torch.full((3,), 6)},
+            r"topk_length must be from 0 to the 5 slots .* \[6, 6, 6\]",
+        ),
+        (
+            {"indices": torch.zeros(2, 1, 5).int()},
+            r"indices must be int32 or int64 \(3, 5\).* got .*\(2, 5\)",
+        ),
+        ({"indices": torch.zeros(3, 1, 5)}, "indices must be int32 or int64 .* got torch.float32"),
+        ({"kv": torch.randn(9, 1, 7)}, r"kv must have rows of 8 torch.float32 .* got rows of 7"),
+        ({"kv": torch.randn(9, 1, 8).half()}, "kv must have rows of 8 torch.float32 .* got rows of 8 torch.float16"),
+        ({"q": torch.randn(3, 8)}, r"q must be \(s_q, h_q, d\), got \(3, 8\)"),
     ],
 )
 def test_what_does_not_fit_a_prompt(given, error):
@@ -114,16 +123,43 @@ def test_what_does_not_fit_a_prompt(given, error):
         flash_mla_sparse_fwd(**call | given)
 
 
+LISTS = torch.zeros(2, 1, 3).int()
+EXTRA = {"indices": LISTS, "extra_k_cache": torch.randn(1, 4, 1, 8), "extra_indices_in_kvcache": LISTS}
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
         ({"topk_length": torch.ones(2).int()}, "topk_length counts slots that are listed"),
         ({"extra_topk_length": torch.ones(2).int()}, "extra_topk_length counts slots that are listed"),
-        ({"indices": torch.zeros(2, 1, 3).int(), "topk_length": torch.ones(1).int()}, r"topk_length must be \(2,\)"),
+        ({"indices": LISTS, "topk_length": torch.ones(1).int()}, r"topk_length must be int32 or int64 \(2,\)"),
+        ({"indices": LISTS, "topk_length": torch.ones(2)}, r"topk_length must be .*got torch.float32 \(2,\)"),
+        (
+            {"indices": LISTS, "topk_length": torch.full((2,), 4)},
+            "topk_length must be from 0 to the 3 slots",
+        ),
+        ({"indices": LISTS[:1]}, r"indices must be int32 or int64 \(2, 1, 3\).* got torch.int32 \(1, 1, 3\)"),
+        ({"indices": LISTS.float()}, "indices must be .* got torch.float32"),
+        (EXTRA | {"extra_k_cache": torch.randn(1, 4, 1, 7)}, "extra_k_cache must have rows of 8"),
+        (EXTRA | {"extra_indices_in_kvcache": LISTS[:1]}, "extra_indices_in_kvcache must be int32 or int64"),
+        (
+            EXTRA | {"extra_topk_length": torch.full((2,), 4)},
+            "extra_topk_length must be from 0 to the 3 slots",
+        ),
+        ({"block_table": torch.zeros(3, 1).int()}, r"block_table must be int32 or int64 \(2, 1\)"),
+        ({"block_table": torch.zeros(2, 1)}, "block_table must be .* got torch.float32"),
+        ({"cache_seqlens": torch.ones(3).int()}, r"cache_seqlens must be int32 or int64 \(2,\)"),
+        (
+            {"cache_seqlens": torch.full((2,), 5)},
+            r"cache_seqlens must be from 0 to the 4 rows of 1 pages of 4, got \[5, 5",
+        ),
+        ({"q": torch.randn(2, 4, 8)}, r"q must be \(b, s_q, h_q, d\)"),
     ],
 )
 def test_what_does_not_fit_decoding(given, error):
-    table, used = torch.zeros(2, 1).int(), torch.ones(2).int()
-    q, cache = torch.randn(2, 1, 4, 8), torch.randn(1, 4, 1, 8)
+    call = {
+        "q": torch.randn(2, 1, 4, 8), "k_cache": torch.randn(1, 4, 1, 8), "block_table": torch.zeros(2, 1).int(),
+        "cache_seqlens": torch.ones(2).int(), "head_dim_v": 8,
+    }  # fmt: skip
     with pytest.raises(ValueError, match=error):
-        flash_mla_with_kvcache(q, cache, table, used, 8, **given)
+        flash_mla_with_kvcache(**call | given)

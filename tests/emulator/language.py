@@ -270,7 +270,7 @@ _COMMON = {
     "static_assert": static_assert, "multiple_of": same, "max_contiguous": same, "constexpr": same,
     "inline_asm_elementwise": inline_asm.elementwise, "tensor": None, **_DTYPES,
 }  # fmt: skip
-TRITON = Namespace(**_COMMON)
+TRITON = Namespace(**_COMMON, debug_barrier=lambda: None)
 TRITON.math = TRITON
 
 _LAYOUTS = "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"

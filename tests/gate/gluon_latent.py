@@ -8,24 +8,25 @@ from typing import Any
 import torch
 
 from saccade.backends.device import masks, positions
-from saccade.backends.device.records import TensorArgs
+from saccade.backends.device.records import FLAGS, TensorArgs
+from saccade.backends.device.slot_lists import SlotLists
 from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import launch
 from saccade.call import Call
-from saccade.layouts import Paged, SlotRows
-from saccade.masks import ListedSlots, causal, mask_mod
+from saccade.layouts import Dense, Paged, SlotRows
+from saccade.masks import ListedSlots, causal, mask_mod, selected
 from tests.gate.rows import GateRow, warmed
 
 SPILL = 96
 """Bytes: in Triton 3.6 none without a mask, and up to 88 with one, of the producer's numbers and the arguments."""
 LISTED_SPILL = 220
-"""The same of a mask that is asked: 80, and 360 on Triton 3.9, not timed."""
+"""The same of a mask that is asked, not timed."""
 
 
 def features() -> Iterator[str]:
     yield from (
         f"gluon latent 16bit d576/512 {words}"
-        for words in ("full", "causal", "causal gathered", "slots", "schedule", "merge")
+        for words in ("full", "causal", "causal gathered", "slots", "selected", "schedule", "merge", "merge slots")
     )
 
 
@@ -46,22 +47,33 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             s_q, mask = 2, causal()
     q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
-    if row.words[0] == "slots":
-        size, slots = 1, torch.zeros(4, 512, dtype=torch.int32)
+    lists = None
+    if "slots" in row.words or "selected" in row.words:
+        slots = torch.zeros(4, 512, dtype=torch.int32)
         s_q, mask, layout = 1, ListedSlots(slots, 256), SlotRows(slots, slots[:, 0])
         q, cache = q[:, :, :1], cache[:, :, :1]
-    call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
-    cut = launch.Cut.of(call, 132)
+        if "selected" in row.words:
+            mask, layout, cache = selected(slots[:, None, None]) & causal(), Dense(), cache.view(4, 1, 64, row.d)
+        call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
+        lists = SlotLists.empty(call)
+        if "selected" in row.words:
+            launched, arguments = lists.made(call, {})
+            return warmed(launched, arguments), 0
+        mask, cache = None, lists.cache
+    call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask, max_scores=lists is not None)
+    cut = launch.Cut.of(call, 132, lists)
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
+    top = torch.empty(4, 128, s_q) if call.max_scores else None
     if row.words[0] == "schedule":
         numbers = schedule, *positions.spans(call), masks.device_args(call), s_q, 4096
-        return warmed(launch.scheduling({}), numbers), 0
+        return warmed(launch.scheduling({}, cut), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
-        tensors = *parts, out, torch.empty(4, 128, s_q), sink, schedule, 128, s_q
+        tensors = *parts, out, torch.empty(4, 128, s_q), top, sink, schedule, 128, s_q
         return warmed(launch.merging(call, {}, cut), tensors), 0
-    kernel = launch.prepare(call, cut)
-    results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), *parts, None
-    records = positions.spans(call), masks.device_args(call), score_args(call)
-    given = launch.arguments(call, results, schedule, *records)
-    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] in ("listed", "slots") else SPILL
+    kernel = launch.prepare(call, cut, cache)
+    results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), top, *parts, None
+    pages, mask = launch.pages_of(call, lists), masks.device_args(call)
+    mask = mask._replace(all_tiles=FLAGS[call.mask is not None and call.mask.block_sparse])
+    given = launch.arguments(cache, results, schedule, positions.spans(call), pages, mask, score_args(call))
+    return warmed(kernel, (q, cache), given, 1.0), LISTED_SPILL if row.words[0] == "listed" else SPILL

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from saccade import Paged, append_kv, attention, causal, explain, selected, softcap
+from saccade.testing import check
 
 B, S_Q, H_Q, H_K, D, D_V, N, PAGES, SIZE = 3, 2, 4, 2, 16, 24, 9, 5, 8
 FAR = [-1, -7, -(1 << 31), PAGES * SIZE, PAGES * SIZE + 3, (1 << 31) - 1]
@@ -113,6 +114,13 @@ def test_lists_translated_to_slots():
     table = torch.where(lists[:, 0] < used[:, None, None], flat[:, None].expand(-1, S_Q, -1).gather(2, lists[:, 0]), -1)
     layout = Paged(slots=table, seqused_k=torch.full((2, S_Q), 7))
     torch.testing.assert_close(attention(q, k, v, layout=layout), wanted)
+
+
+@pytest.mark.parametrize("rows", [(3, 0), (0, 2), (0, 0), (0,)], ids=str)
+def test_no_rows(rows):
+    k, v = caches()
+    layout = Paged(slots=torch.zeros(*rows, N).int(), seqused_k=torch.zeros(rows).int())
+    check(torch.randn(*rows, H_Q, D), k, v, layout=layout).assert_ok()
 
 
 def test_softcap_out_and_compiled():

@@ -81,7 +81,7 @@ class Call:
     spec: Spec
     """The fields that have a text form."""
     latent: bool
-    """Whether values are read with the keys of a paged cache."""
+    """Whether values are read with the keys that pages or lists name."""
     extent: Extent
     positions: Positions | None
     """The positions of rows and keys, or None."""
@@ -158,7 +158,7 @@ class Call:
             *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *[x % ALIGNMENT for x in at],
-            layout.has_pages and self.latent,
+            self.latent,
             *(layout.text, None if mask is None else (mask.identity, mask.has_lower_bound), score and score.identity),
             *(self.sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if out is None else (out.dtype, out.stride(), address(out) % ALIGNMENT),
@@ -180,10 +180,13 @@ class Call:
         return self.q.shape[1] // self.k.shape[1] if self.k.shape[1] else 1
 
     def _latent(self) -> bool:
-        """Whether values are read with the keys of a paged cache: v is the first columns of k, by being their view. Of
-        one address, and of equal strides and dtype, equal indices are equal bytes."""
-        k, v = self.k, self.v
-        if not self.layout.has_pages or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
+        """Whether values are read with the keys that pages or lists name: v is the first columns of k, by being their
+        view. Of one address, and of equal strides and dtype, equal indices are equal bytes."""
+        k, v, mask = self.k, self.v, self.mask
+        named = self.layout.has_pages or (
+            mask is not None and any(isinstance(x, masks.Selected) for x in mask.leaves())
+        )
+        if not named or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
             return False
         at_k, at_v = _addresses(k, v)
         return at_v == at_k != 0

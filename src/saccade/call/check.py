@@ -13,7 +13,7 @@ from saccade.call.call import Call, eight_bit_gradients, needs_gradient
 from saccade.call.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.call.dropout import Dropout
 from saccade.call.spec import DTYPES
-from saccade.layouts import Dense, Layout, with_rows
+from saccade.layouts import Dense, LatentCache, Layout, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
@@ -29,8 +29,8 @@ _LEARNED_SCALE = (
 
 def check_call(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | LatentCache,
+    v: Tensor | LatentCache,
     *,
     mask: Any = None,
     score_mod: Any = None,
@@ -89,6 +89,8 @@ def check_call(
 def _settled(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Layout, Mask | None]:
     """Operands as a backend takes them, and the layout over them: of nested ones that of their rows, of slots that of
     rows of caches, and a mask."""
+    if isinstance(k, LatentCache) or isinstance(v, LatentCache):
+        k, v, layout = _opened(q, k, v, layout)
     if isinstance(q, Tensor) and q.is_nested:
         q, k, v, layout = layouts.unwrap(q, k, v, layout)
     if layout.slots is None:
@@ -97,6 +99,25 @@ def _settled(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Te
     q, k, v = _check_operands(q, k, v, rows)
     layout, k, v, mask = rows.over_rows(k, v)
     return q, k, v, layout, mask
+
+
+def _opened(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
+    """The rows of a cache of records as 16-bit numbers, or as wide as queries are.
+
+    Raises:
+        TypeError: keys and values apart.
+        ValueError: queries of other dtypes.
+    """
+    arguments.tensors(q=q)
+    if k is not v:
+        raise TypeError(
+            f"a LatentCache holds keys and values: pass it as k and as v, got {arguments.describe(k)} and "
+            f"{arguments.describe(v)}"
+        )
+    if q.dtype in EIGHT_BITS or q.dtype not in DTYPES:
+        raise ValueError(f"a LatentCache takes queries of float16, bfloat16, float32 or float64, got {q.dtype}")
+    rows, layout = k.opened(layout, q.dtype)
+    return rows, rows[..., : k.record.d_v], layout
 
 
 def _type_error(layout: Any, backend: Any) -> TypeError:

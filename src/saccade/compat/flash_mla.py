@@ -3,11 +3,12 @@
     from saccade.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 
 Any number of heads and of listed keys, any head dims that caches have, float16 and float32 besides bfloat16, and 16-bit
-caches in decoding. FP8 caches are refused. Source: https://github.com/deepseek-ai/FlashMLA
+caches in decoding besides FP8 records. Source: https://github.com/deepseek-ai/FlashMLA
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from saccade.api import attention
 from saccade.call.partial import Partial, Scored, merge
-from saccade.layouts import Dense, Paged
+from saccade.layouts import Dense, LatentCache, Paged
+from saccade.layouts.latent_cache import FORMATS
+from saccade.layouts.validate import has_values, shortened
+from saccade.masks import Mask
 from saccade.masks import causal as causal_mask
 from saccade.util import arguments
 from saccade.util.arguments import Unsupported
@@ -63,14 +67,13 @@ def flash_mla_sparse_fwd(
     arguments.tensors(q=q, kv=kv, indices=indices)
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         raise ValueError(f"kv must be (s_kv, 1, d), and indices (s_q, 1, topk), got {_shapes(kv, indices)}")
-    if q.dim() != 3 or len(indices) != len(q):
-        raise ValueError(f"q must be (s_q, h_q, d), and indices (s_q, 1, topk), got {_shapes(q, indices)}")
-    _check(q, kv, "d_v", d_v, attn_sink)
-    cache, lengths = kv[None], _lengths("topk_length", indices[:, 0], topk_length)
-    layout = Paged(slots=indices[:, 0], seqused_k=lengths)
-    found = attention(
-        q, cache, cache[..., :d_v], layout=layout, scale=sm_scale, return_lse=True, return_max_scores=True
-    )
+    if q.dim() != 3:
+        raise ValueError(f"q must be (s_q, h_q, d), got {tuple(q.shape)}")
+    _check(q, "kv", kv, "d_v", d_v)
+    _check_sink(q, attn_sink)
+    cache, scale = kv[None], arguments.number("sm_scale", sm_scale)
+    layout = _lists(q, "indices", indices[:, 0], "topk_length", topk_length)
+    found = attention(q, cache, cache[..., :d_v], layout=layout, scale=scale, return_lse=True, return_max_scores=True)
     assert isinstance(found, Scored)
     assert found.lse is not None
     lse = found.lse.T
@@ -99,7 +102,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (b, s_q, h_q, d).
-        k_cache: (pages, page_size, 1, d), whose first head_dim_v columns are the values.
+        k_cache: (pages, page_size, 1, d), whose first head_dim_v columns are the values; or FP8 records, 656 or 584
+            bytes a row, see `LatentCache`.
         block_table: (b, width): the page table; unused with indices.
         cache_seqlens: (b,): keys of each sequence; unused with indices.
         head_dim_v: columns of a value.
@@ -107,7 +111,7 @@ def flash_mla_with_kvcache(
         num_splits: unused.
         softmax_scale: factor on the scores; 1/sqrt(d) when None.
         causal: whether the last row stands at the last key, and rows see none behind them; not with indices.
-        is_fp8_kvcache: refused.
+        is_fp8_kvcache: whether the caches hold FP8 records.
         indices: (b, s_q, topk) int32: slots, page * page_size + row; -1, and whatever the cache has not, names nothing.
         attn_sink: (h_q,) float32, as in `flash_mla_sparse_fwd`.
         extra_k_cache: a second cache, whose keys rows see too.
@@ -120,11 +124,9 @@ def flash_mla_with_kvcache(
         without keys.
 
     Raises:
-        Unsupported: a cache of 8 bits.
+        Unsupported: FP8 records of another size.
         ValueError: shapes that do not fit, causal with indices, or a second cache without both.
     """
-    if is_fp8_kvcache:
-        raise Unsupported("flash_mla_with_kvcache: caches of FP8 records are not supported; pass a 16-bit cache")
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (extra_k_cache is not None and indices is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache go together, and with indices")
     for name, length, slots in (
@@ -134,25 +136,31 @@ def flash_mla_with_kvcache(
         if length is not None and slots is None:
             raise ValueError(f"{name} counts slots that are listed: pass them too")
     arguments.tensors(q=q, k_cache=k_cache)
-    _check(q, k_cache, "head_dim_v", head_dim_v, attn_sink)
+    if q.dim() != 4 or k_cache.dim() != 4:
+        raise ValueError(f"q must be (b, s_q, h_q, d), and k_cache (pages, page_size, 1, d), got {_shapes(q, k_cache)}")
+    _check_sink(q, attn_sink)
+    scale = None if softmax_scale is None else arguments.number("softmax_scale", softmax_scale)
 
-    def over_slots(cache: Tensor, slots: Tensor, name: str, length: Tensor | None) -> Partial:
-        layout = Paged(slots=slots, seqused_k=_lengths(name, slots, length))
-        return attention(q, cache, cache[..., :head_dim_v], layout=layout, scale=softmax_scale, return_lse=True)
+    def over(name: str, cache: Tensor, layout: Paged, mask: Mask | None = None) -> Partial:
+        if is_fp8_kvcache:
+            k = v = _records(q, name, cache, head_dim_v)
+        else:
+            _check(q, name, cache, "head_dim_v", head_dim_v)
+            k, v = cache, cache[..., :head_dim_v]
+        return attention(q, k, v, mask=mask, layout=layout, scale=scale, return_lse=True)
 
     if indices is None:
         if block_table is None or cache_seqlens is None:
             raise ValueError("flash_mla_with_kvcache needs block_table and cache_seqlens, or indices")
-        layout, mask = Paged(block_table, cache_seqlens), causal_mask() if causal else None
-        found = attention(
-            q, k_cache, k_cache[..., :head_dim_v], mask=mask, layout=layout, scale=softmax_scale, return_lse=True
-        )
+        layout = _pages(q, block_table, cache_seqlens, k_cache.shape[1])
+        found = over("k_cache", k_cache, layout, causal_mask() if causal else None)
     elif causal:
         raise ValueError("indices say which keys a row sees: not with causal=True")
     else:
-        found = over_slots(k_cache, indices, "topk_length", topk_length)
+        found = over("k_cache", k_cache, _lists(q, "indices", indices, "topk_length", topk_length))
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            more = over_slots(extra_k_cache, extra_indices_in_kvcache, "extra_topk_length", extra_topk_length)
+            lists = extra_indices_in_kvcache, "extra_topk_length", extra_topk_length
+            more = over("extra_k_cache", extra_k_cache, _lists(q, "extra_indices_in_kvcache", *lists))
             found = merge(found, more, layout=Dense("bshd"))
     out, lse = found
     return _beside_sink(out, lse.transpose(1, 2), attn_sink), _natural(lse)
@@ -162,14 +170,47 @@ def _shapes(*tensors: Tensor) -> str:
     return " and ".join(str(tuple(x.shape)) for x in tensors)
 
 
-def _check(q: Tensor, cache: Tensor, name: str, columns: int, sink: Tensor | None) -> None:
+def _records(q: Tensor, name: str, cache: Tensor, columns: int) -> LatentCache:
+    """The cache of FP8 records whose size its rows have.
+
+    Raises:
+        Unsupported: records of another size.
+        ValueError: queries or values of other columns than the records have, or bytes of another dtype or order.
+        TypeError: a cache that is not a tensor.
+    """
+    arguments.tensors(**{name: cache})
+    found = next((form for form, record in FORMATS.items() if record.bytes == cache.shape[-1]), None)
+    if found is None:
+        known = " and ".join(str(record.bytes) for record in FORMATS.values())
+        raise Unsupported(f"{name}: FP8 records of {known} bytes are supported, not {cache.shape[-1]}")
+    record = FORMATS[found]
+    if (q.shape[-1], columns) != (record.d, record.d_v):
+        wanted = f"q (…, {record.d}) and head_dim_v {record.d_v}"
+        got = f"q {tuple(q.shape)} and head_dim_v {columns}"
+        raise ValueError(f"{name} of {record.bytes} bytes a row goes with {wanted}, got {got}")
+    return LatentCache(cache, found)
+
+
+def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int) -> None:
     """
     Raises:
-        ValueError: more columns of values than a row has, or a sink of another shape or device.
-        TypeError: columns that are not an integer, or a sink that is not a tensor.
+        ValueError: a cache that is not like q, or more columns of values than a row has.
+        TypeError: a cache that is not a tensor, or columns that are not an integer.
     """
+    arguments.tensors(**{cache_name: cache})
+    if cache.shape[-1:] != q.shape[-1:] or cache.dtype != q.dtype or cache.device != q.device:
+        wanted, got = (f"rows of {x.shape[-1]} {x.dtype} on {x.device}" for x in (q, cache))
+        raise ValueError(f"{cache_name} must have {wanted}, as q {tuple(q.shape)} has, got {got}, {tuple(cache.shape)}")
     if arguments.integer(name, columns, least=1) > cache.shape[-1]:
         raise ValueError(f"{name} must be at most the {cache.shape[-1]} columns of a row, got {columns}")
+
+
+def _check_sink(q: Tensor, sink: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: a sink of another shape or device.
+        TypeError: a sink that is not a tensor.
+    """
     if sink is None:
         return
     arguments.tensors(attn_sink=sink)
@@ -178,21 +219,54 @@ def _check(q: Tensor, cache: Tensor, name: str, columns: int, sink: Tensor | Non
         raise ValueError(f"attn_sink must be {wanted}, got {tuple(sink.shape)} on {sink.device}")
 
 
-def _lengths(name: str, slots: Tensor, length: Tensor | None) -> Tensor:
-    """How many slots of each row count.
+def _pages(q: Tensor, table: Tensor, used: Tensor, page_size: int) -> Paged:
+    """The layout of sequences in pages."""
+    _check_integers("block_table", table, q, (q.shape[0], table.shape[-1]) if isinstance(table, Tensor) else ())
+    _check_integers("cache_seqlens", used, q, (q.shape[0],))
+    room = table.shape[1] * page_size
+    _check_range("cache_seqlens", used, room, f"the {room} rows of {table.shape[1]} pages of {page_size}")
+    return Paged(table, used)
+
+
+def _lists(q: Tensor, name: str, slots: Tensor, length_name: str, length: Tensor | None) -> Paged:
+    """The layout of rows that list slots; without a length all of them count, and a length is of each row, or of each
+    batch row.
 
     Raises:
-        ValueError: of another shape than one for each row, or each batch row.
+        ValueError: a list or length of another shape, dtype or device; on a CPU, a length that no list has.
+        TypeError: not tensors.
+    """
+    rows = q.shape[:-2]
+    _check_integers(name, slots, q, (*rows, slots.shape[-1]) if isinstance(slots, Tensor) and slots.dim() else ())
+    n = slots.shape[-1]
+    if length is None:
+        return Paged(slots=slots, seqused_k=torch.full(rows, n, dtype=torch.int32, device=q.device))
+    shape = rows if isinstance(length, Tensor) and length.dim() == len(rows) else rows[:1]
+    _check_integers(length_name, length, q, shape)
+    _check_range(length_name, length, n, f"the {n} slots of {name}")
+    return Paged(slots=slots, seqused_k=length[:, None].expand(rows) if shape != rows else length)
+
+
+def _check_integers(name: str, x: Tensor, q: Tensor, shape: Sequence[int]) -> None:
+    """
+    Raises:
+        ValueError: another shape, dtype or device.
         TypeError: not a tensor.
     """
-    if length is None:
-        return torch.full(slots.shape[:-1], slots.shape[-1], dtype=torch.int32, device=slots.device)
-    arguments.tensors(**{name: length})
-    if length.shape != slots.shape[:-1] and length.shape != slots.shape[:1]:
-        raise ValueError(f"{name} must be ({len(slots)},), one number for each list, got {tuple(length.shape)}")
-    if slots.dim() == 3 and length.dim() == 1:
-        return length[:, None].expand(slots.shape[:-1])
-    return length
+    arguments.tensors(**{name: x})
+    if x.dtype not in (torch.int32, torch.int64) or tuple(x.shape) != tuple(shape) or x.device != q.device:
+        wanted = f"int32 or int64 {tuple(shape)} on {q.device} with q {tuple(q.shape)}"
+        raise ValueError(f"{name} must be {wanted}, got {arguments.describe(x)} on {x.device}")
+
+
+def _check_range(name: str, lengths: Tensor, most: int, text: str) -> None:
+    """
+    Raises:
+        ValueError: on a CPU, lengths that are negative or more than there are.
+    """
+    read = lengths.is_cpu and lengths.numel() and has_values(lengths) and not torch.compiler.is_compiling()
+    if read and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
+        raise ValueError(f"{name} must be from 0 to {text}, got {shortened(lengths.flatten().tolist())}")
 
 
 def _beside_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:

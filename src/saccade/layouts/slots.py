@@ -19,7 +19,7 @@ class SlotRows(Paged):
     """`Paged(slots=…)` as backends see it: a sequence of one query for each row, and a page for each slot."""
 
     s_q: int = 0
-    """rows of a batch row; 0 for rows end to end"""
+    """rows of a batch row; 0 for rows end to end, and -1 - b of b batch rows without a row"""
 
     WORD = "slots"
     FLAT = "block_table", "seqused_k", "cu_seqlens_q", "num_splits", "s_q"
@@ -32,7 +32,7 @@ class SlotRows(Paged):
             if starts.is_cpu and has_values(starts):
                 check_offsets("cu_seqlens_q", starts.tolist(), slots.shape[0])
             starts = torch.arange(slots.shape[0] + 1, device=slots.device, dtype=starts.dtype).minimum(starts[-1])
-        s_q = 0 if slots.dim() == 2 else slots.shape[1]
+        s_q = 0 if slots.dim() == 2 else slots.shape[1] or -1 - slots.shape[0]
         return SlotRows(slots.flatten(0, -2), layout.seqused_k.flatten(), starts, layout.num_splits, s_q=s_q)
 
     def over_rows(self, k: Tensor, v: Tensor) -> tuple[SlotRows, Tensor, Tensor, Mask]:
@@ -42,7 +42,7 @@ class SlotRows(Paged):
             ValueError: caches whose pages do not begin at equal multiples of their rows.
         """
         (pages, size), table = k.shape[:2], self.block_table
-        step, other = map(_rows_apart, (k, v))
+        step, other = map(rows_apart, (k, v))
         if step is None or step != other:
             raise ValueError(
                 "slots need caches (pages, page_size, h, d) whose pages begin at equal multiples of their rows, got "
@@ -53,13 +53,7 @@ class SlotRows(Paged):
             there = (table >= 0) & (table < pages * size)
             table = torch.where(there, table // size * step + table % size, -1)
         layout = SlotRows(table, self.seqused_k, self.cu_seqlens_q, self.num_splits, s_q=self.s_q)
-        # Of pages of one row the row's stride is that of pages.
-        strides = (x.stride(1) if size > 1 else x.stride(0) for x in (k, v))
-        rows = [
-            x.as_strided((count, 1, *x.shape[2:]), (row, row, *x.stride()[2:]))
-            for x, row in zip((k, v), strides, strict=True)
-        ]
-        return layout, rows[0], rows[1], ListedSlots(table, count)
+        return layout, single_rows(k, step), single_rows(v, step), ListedSlots(table, count)
 
     # Views
 
@@ -72,8 +66,7 @@ class SlotRows(Paged):
     def ordered(self, x: Tensor) -> Tensor:
         if self.cu_seqlens_q is not None:
             return super().ordered(x)
-        rows = x.squeeze(2)
-        return rows.unflatten(0, (-1, self.s_q)) if self.s_q else rows
+        return self._by_batch(x.squeeze(2))
 
     def canonical_lse(self, x: Tensor) -> Tensor:
         """(rows, h, 1) of a (b, h, s_q) or (h, t) tensor; with cu_seqlens_q (1, h, t)."""
@@ -84,14 +77,19 @@ class SlotRows(Paged):
     def ordered_lse(self, x: Tensor) -> Tensor:
         if self.cu_seqlens_q is not None:
             return super().ordered_lse(x)
-        rows = x.squeeze(2)
-        return (rows.unflatten(0, (-1, self.s_q)) if self.s_q else rows).transpose(-1, -2)
+        return self._by_batch(x.squeeze(2)).transpose(-1, -2)
+
+    def _by_batch(self, x: Tensor) -> Tensor:
+        """(b, s_q, …) of rows (rows, …), unless they are end to end."""
+        if self.s_q < 0:
+            return x.unflatten(0, (-1 - self.s_q, 0))
+        return x.unflatten(0, (-1, self.s_q)) if self.s_q else x
 
     # Errors
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
         rows = self.sequences
-        lead = (rows // self.s_q, self.s_q) if self.s_q else (rows,)
+        lead = (-1 - self.s_q, 0) if self.s_q < 0 else (rows // self.s_q, self.s_q) if self.s_q else (rows,)
         if len(q) != len(lead) + 2 or tuple(q[:-2]) != lead or not len(k) == len(v) == 4:
             text = f"{', '.join(map(str, lead))}, h, d"
             return f"with slots for {lead} rows {name} must be ({text}), and the caches (pages, page_size, h, d)"
@@ -139,10 +137,21 @@ class SlotRows(Paged):
         return f"Paged({self.sequences} rows of up to {self.block_table.shape[1]} slots)"
 
 
-def _rows_apart(x: Tensor) -> int | None:
+def rows_apart(x: Tensor) -> int | None:
     """How many rows after a page of a cache (pages, page_size, h, d) the next one begins; None if between two rows."""
     pages, size = x.shape[:2]
     if pages == 1:
         return size
-    row = x.stride(1) if size > 1 else x.stride(0)
+    row = _row_stride(x)
     return x.stride(0) // row if row and x.stride(0) % row == 0 else None
+
+
+def single_rows(x: Tensor, step: int) -> Tensor:
+    """A cache (pages, page_size, h, d) as pages of one row, `step` to a page, and those between pages besides."""
+    (pages, size), row = x.shape[:2], _row_stride(x)
+    return x.as_strided(((pages - 1) * step + size, 1, *x.shape[2:]), (row, row, *x.stride()[2:]))
+
+
+def _row_stride(x: Tensor) -> int:
+    """Of pages of one row that of pages."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)

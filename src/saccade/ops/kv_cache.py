@@ -11,10 +11,11 @@ from saccade import layouts, ops
 from saccade.backends import Append, Rotary, backend_module
 from saccade.call import needs_gradient
 from saccade.call.descale import EIGHT_BITS, WIDER, Descale, Factors, factors
-from saccade.layouts import CacheSlots, Paged
+from saccade.layouts import CacheSlots, LatentCache, Paged
 from saccade.ops import autograd, replay, vmap
 from saccade.ops.replay import CallKey
 from saccade.util import arguments, memory_layout
+from saccade.util.arguments import Unsupported
 
 ops.library.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k_new, Tensor v_new, Tensor? q, Tensor[] tensors, "
@@ -34,6 +35,13 @@ class _AppendOptions(TypedDict, total=False):
 
 @overload
 def append_kv(
+    k_cache: LatentCache, v_cache: LatentCache, layout: Paged | None, k_new: Tensor, v_new: None, *,
+    slot_mapping: Tensor | None = None,
+) -> None: ...  # fmt: skip
+
+
+@overload
+def append_kv(
     k_cache: Tensor, v_cache: Tensor, layout: Paged | None, k_new: Tensor, v_new: Tensor, *, q: None = None,
     **options: Unpack[_AppendOptions],
 ) -> None: ...  # fmt: skip
@@ -47,11 +55,11 @@ def append_kv(
 
 
 def append_kv(
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Tensor | LatentCache,
+    v_cache: Tensor | LatentCache,
     layout: Paged | None,
     k_new: Tensor,
-    v_new: Tensor,
+    v_new: Tensor | None,
     *,
     slot_mapping: Tensor | None = None,
     positions: Tensor | None = None,
@@ -77,7 +85,9 @@ def append_kv(
     up a batch cost no page. Of two rows with one slot, either one is written.
 
     Args:
-        k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous.
+        k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous. Or a
+            LatentCache, which is v_cache too: rows (b, s, 1, d) or (t, 1, d) become records, v_new is None, and there
+            is no rotation.
         v_cache: (pages, page_size, h_k, d_v).
         layout: with the lengths *before* these rows; attention then takes one with the lengths after them. None with
             `slot_mapping`.
@@ -122,6 +132,13 @@ def append_kv(
     >>> cache[0][1, 3, 0].float(), cache[1][1, 3, 0].float()
     (tensor([2., 2., 2., 2.]), tensor([4., 4., 4., 4.]))
     """
+    if isinstance(k_cache, LatentCache) or isinstance(v_cache, LatentCache):
+        others = {"q": q, "positions": positions, "rotary": rotary, "descale": descale}
+        if given := [name for name, x in others.items() if x is not None]:
+            raise Unsupported(f"append_kv: a LatentCache takes rows that are rotated already: omit {', '.join(given)}")
+        return _append_records(k_cache, v_cache, _slots(layout, slot_mapping, None, None), k_new, v_new)
+    arguments.tensors(v_new=v_new)
+    assert isinstance(v_new, Tensor)
     known = _known(k_cache, v_cache, layout, k_new, v_new, slot_mapping, positions, q, rotary, interleaved, descale)
     if known is not None and (results := known.again()) is not None:
         return results[0]
@@ -144,6 +161,46 @@ def append_kv(
     direct = ops.runs_directly(k_cache, v_cache, k_new, v_new, q, *tables, *found.each[1:])
     rotated = _append(*flat, known=known) if direct else torch.ops.saccade.append_kv(*flat)
     return None if q is None else rotated
+
+
+def _append_records(k_cache: Any, v_cache: Any, slots: Paged | CacheSlots, k_new: Any, v_new: Any) -> None:
+    """Writes rows to a cache of records.
+
+    Raises:
+        TypeError: two caches, or values apart from keys.
+        ValueError: rows of another shape, dtype or device, or that require a gradient; as `append_kv`.
+    """
+    if k_cache is not v_cache or v_new is not None:
+        got = f"{arguments.describe(v_cache)} and v_new {arguments.describe(v_new)}"
+        raise TypeError(
+            f"a LatentCache holds keys and values: pass it as k_cache and v_cache, and v_new=None, got {got}"
+        )
+    arguments.tensors(k_new=k_new)
+    lead = k_new.shape[:-2]
+    if isinstance(slots, CacheSlots):
+        fits = lead == slots.slot_mapping.shape
+    else:
+        fits = len(lead) == (2 if slots.cu_seqlens_q is None else 1) and (len(lead) == 1 or lead[0] == slots.sequences)
+    if not fits or k_new.shape[-2:] != (1, k_cache.record.d) or k_new.dtype not in WIDER:
+        wanted = f"(b, s, 1, {k_cache.record.d}) or (t, 1, {k_cache.record.d}), of float16, bfloat16 or float32"
+        raise ValueError(f"k_new must be rows of {k_cache!r} for {slots!r}, {wanted}, got {arguments.describe(k_new)}")
+    if len(devices := {x.device for x in (k_new, k_cache.bytes, *slots.tensors)}) > 1:
+        raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
+    if needs_gradient(k_new):
+        raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
+    pages, size = k_cache.bytes.shape[:2]
+    if k_new.is_cpu:
+        _check_numbers(slots, k_new, pages, size)
+    found = backend_module("cpu", "append").rows_of(slots, k_new, pages, size)
+    k_cache.write(found.slot, k_new.flatten(0, -2))
+
+
+def _check_numbers(slots: Paged | CacheSlots, k_new: Tensor, pages: int, page_size: int) -> None:
+    """Reads slots, or lengths and offsets."""
+    if isinstance(slots, CacheSlots):
+        slots.check_slots(pages, page_size)
+    else:
+        slots.check_lengths(k_new.shape[0], page_size)
 
 
 def _known(
@@ -184,10 +241,7 @@ def _append(
     slots = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])
     assert isinstance(slots, (Paged, CacheSlots))
     if k_cache.device.type == "cpu":
-        if isinstance(slots, CacheSlots):
-            slots.check_slots(*k_cache.shape[:2])
-        else:
-            slots.check_lengths(k_new.shape[0], k_cache.shape[1])
+        _check_numbers(slots, k_new, *k_cache.shape[:2])
     backend = "triton" if k_cache.device.type == "cuda" else "cpu"
     module = backend_module(backend, "append")
     turns = Rotary(rotary[0], rotary[1], interleaved) if rotary else None

@@ -130,6 +130,8 @@ def check(
     # Last, as the results of a compiled function with CUDA graphs live until its next call.
     found = _run(function, call) | {"alone": alone if isinstance(alone, Tensor) else alone.out}
     _check_form(found, call)
+    call = call.settled()
+    layout = call.layout
 
     eps = torch.finfo(found["out"].dtype).eps
     tallies = {name: ErrorTally(eps) for name in found}
@@ -207,7 +209,7 @@ def _run(function: Callable[..., Any], call: CheckedCall) -> Results:
 
 def _check_form(results: Results, call: CheckedCall) -> None:
     """Shapes, dtypes and devices are those of the contract."""
-    q, layout = call.q, call.layout
+    q, layout = call.q, call.settled().layout
     given = call.keywords.get("out")
     dtype = q.dtype if q.dtype not in EIGHT_BITS else torch.bfloat16 if given is None else given.dtype
     out = (*q.shape[:-1], call.v.shape[-1]), dtype

@@ -21,7 +21,7 @@ from saccade.backends import reference
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors, factors
 from saccade.call.dropout import Dropout
-from saccade.layouts import Dense, Layout, SequenceSlice, dense_of
+from saccade.layouts import Dense, Layout, SequenceSlice, SlotRows, dense_of
 from saccade.masks import Extent, Mask, as_mask, of_rows
 
 Results = dict[str, Tensor]
@@ -116,6 +116,14 @@ class CheckedCall(NamedTuple):
         named = {"dq": self.q, "dk": self.k, "dv": self.v, "dsink": self.keywords.get("sink")}
         found = {name: x for name, x in named.items() if x is not None}
         return found | captured(self.keywords.get("score_mod"))
+
+    def settled(self) -> CheckedCall:
+        """The call over slots as one over rows of the caches, with a mask of the slots that there are; any other is
+        itself."""
+        if self.layout.slots is None:
+            return self
+        layout, k, v, mask = SlotRows.of(self.layout).over_rows(self.k, self.v)  # pyright: ignore[reportArgumentType]
+        return self._replace(k=k, v=v, keywords=self.keywords | {"layout": layout, "mask": mask})
 
     def canonical(self) -> CheckedCall:
         """The tensors as (b, h, s, d), detached, the pages of a cache gathered."""

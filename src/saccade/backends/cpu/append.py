@@ -25,7 +25,7 @@ class CacheRows(NamedTuple):
 def append(step: Append) -> Tensor | None:
     """Writes the rows that have a page or a slot, and omits the rest. Returns the rotated queries."""
     layout, (pages, size), q = step.layout, step.k_cache.shape[:2], step.q
-    slots = _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, step.k_new, pages, size)
+    slots = rows_of(layout, step.k_new, pages, size)
     there = (slots.slot >= 0) & (slots.slot < pages * size)
     slot = slots.slot[there]
     sequence, position = slots.sequence[there], slots.position[there]
@@ -52,6 +52,11 @@ def _of_rows(factor: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
     return factor[sequence, :, (position // BLOCK).clamp(max=factor.shape[2] - 1)][..., None]
 
 
+def rows_of(layout: Paged | CacheSlots, new: Tensor, pages: int, size: int) -> CacheRows:
+    """Where new rows go. Nothing waits for the device."""
+    return _by_slot(layout) if isinstance(layout, CacheSlots) else _by_length(layout, new, pages, size)
+
+
 def _by_slot(layout: CacheSlots) -> CacheRows:
     slot = layout.slot_mapping.flatten().long()
     position = torch.zeros_like(slot) if layout.positions is None else layout.positions.flatten().long()
@@ -60,19 +65,21 @@ def _by_slot(layout: CacheSlots) -> CacheRows:
 
 def _by_length(layout: Paged, new: Tensor, pages: int, size: int) -> CacheRows:
     used = layout.seqused_k.long()
-    offsets = layout.cu_seqlens_q
+    offsets, device = layout.cu_seqlens_q, used.device
     if offsets is None:
-        b = torch.arange(layout.sequences, device="cpu")[:, None].expand(new.shape[:2]).flatten()
-        position = (used[:, None] + torch.arange(new.shape[1], device="cpu")).flatten()
+        b = torch.arange(layout.sequences, device=device)[:, None].expand(new.shape[:2]).flatten()
+        position = (used[:, None] + torch.arange(new.shape[1], device=device)).flatten()
     else:  # rows after the last sequence have its number plus one
-        row = torch.arange(new.shape[0], device="cpu")
+        row = torch.arange(new.shape[0], device=device)
         b = torch.bucketize(row, offsets[1:], right=True)
         position = torch.cat([used, used.new_zeros(1)])[b] + row - offsets[b]
     known = b < layout.sequences
     inside = known & (position < layout.capacity(size))
-    page = torch.full_like(position, -1)
-    page[inside] = layout.block_table[b[inside], position[inside] // size].long()
-    mapped = (page >= 0) & (page < pages)
+    if not layout.block_table.numel():
+        return CacheRows(torch.full_like(position, -1), position, known, b)
+    at = torch.where(inside, b, 0), torch.where(inside, position, 0) // size
+    page = layout.block_table[at].long()
+    mapped = inside & (page >= 0) & (page < pages)
     return CacheRows(torch.where(mapped, page * size + position % size, -1), position, known, b)
 
 

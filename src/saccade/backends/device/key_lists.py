@@ -214,11 +214,3 @@ def _named(table, b, h, q_idx, kv_idx):
     word = tl.minimum(block >> 5, words - 1)
     bits = tl.load(table.bits + first * words + (tl.where(there, row, 0) * words + word))
     return there & (((bits >> (block & 31)) & 1) != 0)
-
-
-@triton.jit
-def slots_seen(data, b, h, q_idx, kv_idx, off):
-    """Which of a row's slots the cache has."""
-    index = tl.minimum(kv_idx, plain_int(data[2]) - 1)
-    slot = tl.load(data[0] + b.to(tl.int64) * plain_int(data[1]) + index)
-    return (slot >= 0) & (slot < plain_int(data[3])) & (q_idx == q_idx)

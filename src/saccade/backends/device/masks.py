@@ -224,7 +224,6 @@ _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
 _LISTED = constants(_open_of, _open_of, key_lists.named, False)
-_SLOTS = constants(_open_of, _open_of, key_lists.slots_seen, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
@@ -250,7 +249,7 @@ def _device_args(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMa
     if call.positions is None and not (call.layout.has_pages and functions):
         return plain
     # They count from the first row and key.
-    if isinstance(mask, masks.Documents | masks.TensorMask | masks.Selected | masks.ListedSlots):
+    if isinstance(mask, masks.Documents | masks.TensorMask | masks.Selected):
         return plain
     shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
     return DeviceMask(*shape, plain.exact, (plain, positions.device_args(call)), has_lower_bound=has_lower_bound)
@@ -275,10 +274,6 @@ def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | No
             return DeviceMask(*_DOCUMENTS, data, has_lower_bound=has_lower_bound)
         case key_lists.Tabulated():
             return DeviceMask(*_LISTED, (key_lists.KeyTable.of(mask, call),), has_lower_bound=has_lower_bound)
-        case masks.ListedSlots():
-            table = mask.table if mask.table.stride(1) == 1 else mask.table.contiguous()
-            numbers = table.stride(0), table.shape[1], mask.count
-            return DeviceMask(*_SLOTS, (table, *map(runtime_int, numbers)), has_lower_bound=has_lower_bound)
         case masks.MaskMod(predicate=predicate) | masks.TensorMask(predicate=predicate):
             indices = positions.kind(call) if isinstance(mask, masks.MaskMod) else "numbers"
             keys_of, rows_of, sees, exact = _predicate(predicate, indices, positions.reached(call))

@@ -47,14 +47,15 @@ LEAST_ITEMS = 64
 def refusals(call: Call, gradient: bool) -> list[str]:
     """Reasons against a call whose Spec is supported."""
     layout = call.layout
+    if limits.applies(call):
+        reasons = [f"has no gradients of latent attention with head dims {call.q.shape[3]}/{call.v.shape[3]}"]
+        return reasons if gradient else limits.refusals(call)
     if reasons := refused_lists(call):
         return reasons
     if gradient and call.positions is not None and call.dropout is not None:
         return ["has no room in shared memory for positions beside dropout"]
     if gradient or not layout.has_pages:
         return []
-    if limits.applies(call):
-        return limits.refusals(call)
     size = call.k.shape[2]
     reasons = []
     if size % MIN_PAGE_ROWS:
@@ -97,7 +98,7 @@ def workspace(spec: Spec) -> str:
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
     turns += score_workspace(spec)
     if spec.latent and spec.d > SUPPORT.max_d:
-        return "forward: 4 bytes for every element of out, and 17 MB"
+        return "forward: 34 MB, and of lists of keys 4 bytes for every entry"
     if spec.dtype in EIGHT_BIT_WORDS:
         return "forward: 8 bytes for every stream, and v once more"
     if spec.layout == "paged":
@@ -108,14 +109,13 @@ def workspace(spec: Spec) -> str:
 def run_forward(call: Call, launches: Launches, lse: bool, arrivals: Arrivals | None = None) -> Outputs:
     from saccade.backends.device.key_lists import tabulated
 
-    call = tabulated(call, launches)
     if limits.applies(call):
         from saccade.backends.hopper.latent import launch as latent_launch
 
         return latent_launch.forward(call, launches, lse)
     from saccade.backends.hopper.forward import launch
 
-    return launch.forward(call, launches, lse, arrivals=arrivals)
+    return launch.forward(tabulated(call, launches), launches, lse, arrivals=arrivals)
 
 
 def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:

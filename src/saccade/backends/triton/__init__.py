@@ -68,8 +68,10 @@ def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
 
     call = tabulated(call, launches)
     if call.layout.has_pages:
+        from saccade.backends.device.slot_lists import as_pages
         from saccade.backends.triton import paged
 
+        call = as_pages(call, launches)
         return paged.forward(call, [(call, launches)], lse)
     from saccade.backends.triton import launch
 

@@ -28,7 +28,7 @@ from saccade.backends.triton.paged_kernel import SplitArgs, paged_kernel
 from saccade.backends.triton.paged_tiles import PageTable
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS
-from saccade.layouts import Layout, Paged, SlotRows
+from saccade.layouts import Layout, Paged
 from saccade.util.memory_layout import ALIGNMENT
 
 MAX_SPLITS = 128
@@ -230,7 +230,7 @@ def arguments(call: Call, split: SplitKV, parted: bool = False) -> tuple[Any, ..
     assert isinstance(layout, Paged)
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     flags = FLAGS[call.keeps_tail and not parted], FLAGS[split.fair], UNITS[split.word]
-    flags = *flags, FLAGS[descale.converts(q.device)], UNITS[split.slices], FLAGS[isinstance(layout, SlotRows)]
+    flags = *flags, FLAGS[descale.converts(q.device)], UNITS[split.slices]
     numbers = SplitArgs(*map(runtime_int, (split.tiles, split.splits, rows, split.slots)), *flags)
     records = page_table(layout, k), numbers, masks.device_args(call), scores.device_args(call)
     records = *records, descale.device_args(call)

@@ -119,8 +119,6 @@ class SplitArgs(NamedTuple):
     """constexpr: the GPU has an instruction that converts 8-bit numbers"""
     slices: Any
     """constexpr: of a tile's keys, each a warp's own, or 1"""
-    by_slot: Any
-    """constexpr: pages are slots, and one that the cache has not is no key; else the nearest page is read"""
 
 
 @triton.jit
@@ -256,9 +254,7 @@ def paged_kernel(
     # [block_q, d]
     q_tile, q_rest = _query_tiles(head(q, batch, h, first_q + q_idx)[:, None], live[:, None], shape)
     table = pages.table + b.to(tl.int64) * plain_int(pages.stride)
-    kv = PagedHead(
-        k, v, table, pages, head_k, keys, descale, split.word, split.converts, PAGE, split.slices, split.by_slot
-    )
+    kv = PagedHead(k, v, table, pages, head_k, keys, descale, split.word, split.converts, PAGE, split.slices)
     q_tile, scale = queries(q_tile, scale, descale, b, head_k, q_idx)
     if split.slices > 1:
         q_tile, scale = sliced(q_tile, split.slices), turned(scale)

@@ -185,8 +185,6 @@ class PagedHead:
     size: Any
     """constexpr: keys of a page"""
     slices: Any
-    by_slot: Any
-    """constexpr: see `SplitArgs`"""
 
 
 @triton.jit
@@ -229,7 +227,7 @@ def pages_of(kv, start, BLOCK_K: tl.constexpr):
     whole: tl.constexpr = _in_one_page(kv.size, BLOCK_K // kv.slices)
     kv_idx = start + (_first_keys(BLOCK_K, kv.slices) if whole else keys_of_tile(BLOCK_K, kv.slices))
     page = tl.load(kv.table + kv_idx // kv.size, mask=kv_idx < kv.keys, other=0)
-    if ((kv.size < AHEAD and kv.v is not None) or whole) and not kv.by_slot:
+    if (kv.size < AHEAD and kv.v is not None) or whole:
         page = _known(page, kv.pages)
     return page
 
@@ -250,38 +248,31 @@ def _rows(x, page, kv, start, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _there(page, kv, start, BLOCK_K: tl.constexpr):
-    """Which keys from `start` on there are: those in use, and of slots those that the cache has."""
-    there = start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys
-    return there & (page == _known(page, kv.pages)) if kv.by_slot else there
-
-
-@triton.jit
 def load_rows(
     x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr = 0
 ):  # fmt: skip
     """Rows [start, start + BLOCK_K) of the caches k or v, and columns from FIRST on, [block_k, BLOCK_D] or [slices,
     block_k / slices, BLOCK_D]; zero from `keys` on and beyond column D."""
-    there = tl.expand_dims(_there(page, kv, start, BLOCK_K), -1)
+    there = tl.expand_dims(start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys, -1)
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)
     if kv.slices == 1 and _in_one_page(kv.size, BLOCK_K):
-        offset = pointers(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
+        at = pointers(x, head(x, page.to(tl.int64), kv.h), start % kv.size, BLOCK_K, BLOCK_D)
     else:
-        offset = tl.expand_dims(_rows(x, page, kv, start, BLOCK_K), -1) + d
+        at = tl.expand_dims(_rows(x, page, kv, start, BLOCK_K), -1) + d
     if D < FIRST + BLOCK_D:
         there = there & (d + FIRST < D)
-    return tl.load(offset + FIRST, mask=there, other=0.0)
+    return tl.load(at + FIRST, mask=there, other=0.0)
 
 
 @triton.jit
 def load_columns(x, page, kv, start, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The same numbers as [slices, BLOCK_D, block_k / slices]. A tile that is turned after it was loaded is copied to
     shared memory 4 bytes at a time."""
-    there = _there(page, kv, start, BLOCK_K)[:, None, :]
+    there = (start + keys_of_tile(BLOCK_K, kv.slices) < kv.keys)[:, None, :]
     page = _known(page, kv.pages)
     d = tl.arange(0, BLOCK_D)[:, None]
-    offset = _rows(x, page, kv, start, BLOCK_K)[:, None, :] + d
+    at = _rows(x, page, kv, start, BLOCK_K)[:, None, :] + d
     if D < BLOCK_D:
         there = there & (d < D)
-    return tl.load(offset, mask=there, other=0.0)
+    return tl.load(at, mask=there, other=0.0)

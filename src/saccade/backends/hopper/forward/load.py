@@ -44,7 +44,7 @@ from saccade.backends.hopper.ptx import begin_count, count_up, wait_for_copies
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, zero_tail
 from saccade.call import Call
-from saccade.layouts import Paged, SlotRows
+from saccade.layouts import Paged
 
 # Tiles of keys from the pages of a cache: a bulk copy for each piece that lies in one page.
 #
@@ -80,8 +80,6 @@ class Pages(NamedTuple):
     """pages of the cache"""
     size: Any
     """constexpr: rows of a page"""
-    by_slot: Any
-    """constexpr: pages are slots, and one that the cache has not is no key; else the nearest page is read"""
     parts: Any
     """Parts, or a stand-in"""
     split: Any
@@ -91,13 +89,15 @@ class Pages(NamedTuple):
 def device_args(call: Call, parts: Parts | None = None) -> Pages | None:
     """The device form of a layout's pages, if it has some."""
     layout = call.layout
-    if not isinstance(layout, Paged):
-        return None
-    table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
-    pages, _, size, _ = call.k.shape
+    return page_args(layout.block_table, call.k, parts) if isinstance(layout, Paged) else None
+
+
+def page_args(table: Tensor, cache: Tensor, parts: Parts | None = None) -> Pages:
+    """The device form of a table (sequences, …) of the pages of a cache (pages, h, page_size, d)."""
+    table = table if table.stride(1) == 1 else table.contiguous()
     stand_in = Parts(table, runtime_int(0), runtime_int(1), _constant(0))
-    numbers = runtime_int(table.stride(0)), runtime_int(pages), _constant(size)
-    return Pages(table, *numbers, FLAGS[isinstance(layout, SlotRows)], parts or stand_in, FLAGS[parts is not None])
+    numbers = runtime_int(table.stride(0)), runtime_int(cache.shape[0]), _constant(cache.shape[2])
+    return Pages(table, *numbers, parts or stand_in, FLAGS[parts is not None])
 
 
 @lru_cache(maxsize=64)

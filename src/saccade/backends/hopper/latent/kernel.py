@@ -22,7 +22,6 @@ from saccade.backends.hopper.forward.scores import (
     score_rule,
 )
 from saccade.backends.hopper.latent.load import (
-    BATCH,
     CORE,
     CORE_END,
     FIRST,
@@ -31,11 +30,13 @@ from saccade.backends.hopper.latent.load import (
     NUMBERS,
     PART,
     ROWS_USED,
+    SEQUENCE,
     TILES,
     WHOLE,
     Seesaw,
     gathers,
     load,
+    place_of,
     row_tile,
 )
 from saccade.backends.hopper.pipeline import Slots, new_barriers
@@ -171,13 +172,14 @@ def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
 
 
 @gluon.jit
-def score_rows(args, rule, rows, b, used, keys):
+def score_rows(args, rule, rows, number, used, keys):
     """The ScoreRows of a part."""
     ROWS: gl.constexpr = args.shape.ROWS
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
+    b, row = place_of(args, number, rows.row)
     # [64]
     i = gl.arange(0, 64, layout)
-    q_idx = rows.row + i % ROWS
+    q_idx = row + i % ROWS
     h = heads_of_rows(rows, args.group, i, ROWS)
     bounds = bounds_of_rows(rule.mask, b, q_idx, used, keys)
     return ScoreRows(rule, linear_terms(rule, b, h, q_idx, used, keys), b, h, q_idx, used, keys, bounds, (), ())
@@ -185,13 +187,16 @@ def score_rows(args, rule, rows, b, used, keys):
 
 @gluon.jit
 def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
-    """Writes a part's out and LSE."""
+    """Writes a part's out, LSE and largest scores."""
     layout: gl.constexpr = state.acc.type.layout
     live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
-    weight, lse, _ = weights_of_rows(state.row_max, total, rows, None, live)
+    weight, lse, top = weights_of_rows(state.row_max, total, rows, None, live)
     first = (part.to(gl.int64) * args.tiles + tile.number) * 64
     if c == 0:
-        gl.store(args.part_lse + first + gl.arange(0, 64, state.row_max.type.layout), lse)
+        offset = first + gl.arange(0, 64, state.row_max.type.layout)
+        gl.store(args.part_lse + offset, lse)
+        if args.part_max is not None:
+            gl.store(args.part_max + offset, top)
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))
     column = gl.arange(0, 256, gl.SliceLayout(0, layout))
     there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
@@ -201,16 +206,20 @@ def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
 
 @gluon.jit
 def store_whole(c: gl.constexpr, args, tile, rows, state, total):
-    """Writes out and LSE of all of a sequence's keys."""
+    """Writes out, LSE and largest scores of all of a sequence's keys."""
     layout: gl.constexpr = state.acc.type.layout
-    live = (rows.q_idx < rows.rows) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
-    weight, lse, _ = weights_of_rows(state.row_max, total, rows, args.sink, live)
-    if c == 0 and args.lse is not None:
+    there = (rows.q_idx < args.s_q) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
+    live = there & (rows.q_idx < rows.rows)
+    weight, lse, top = weights_of_rows(state.row_max, total, rows, args.sink, live)
+    if c == 0:
         offset = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
-        gl.store(args.lse + offset, lse, mask=live)
+        if args.lse is not None:
+            gl.store(args.lse + offset, lse, mask=there)
+        if args.max_scores is not None:
+            gl.store(args.max_scores + offset, top, mask=there)
     pointers = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
     column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
-    there = gl.convert_layout(live, gl.SliceLayout(1, layout))[:, None]
+    there = gl.convert_layout(there, gl.SliceLayout(1, layout))[:, None]
     out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
     gl.store(pointers[:, None] + column[None, :], out, mask=there)
 
@@ -227,9 +236,9 @@ def consume(c: gl.constexpr, args, pipe):
     done = begin
     pipe.queries.wait(0)
     at = pipe.queries.record_of(0)
-    b = pipe.queries.get(at, BATCH)
-    while b >= 0:
-        rows = score_rows(args, rule, tile, b, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
+    number = pipe.queries.get(at, SEQUENCE)
+    while number >= 0:
+        rows = score_rows(args, rule, tile, number, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
         end = begin + pipe.queries.get(at, TILES)
         first, part, whole = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART), pipe.queries.get(at, WHOLE)
         tiles = PartTiles(rows, first, begin, pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END))
@@ -261,7 +270,7 @@ def consume(c: gl.constexpr, args, pipe):
         done += 1
         pipe.queries.wait(done)
         at = pipe.queries.record_of(done)
-        b = pipe.queries.get(at, BATCH)
+        number = pipe.queries.get(at, SEQUENCE)
 
 
 # Latent attention on Hopper: 64 query rows of one key head, two consumers with half of out's columns each.
@@ -281,6 +290,8 @@ class LatentShape(NamedTuple):
 
     ROWS: Any
     """of the 64 rows those of one head"""
+    LISTED: Any
+    """whether each row is a sequence, with slots of its own"""
     REGISTERS: Any
     LOADER_REGISTERS: Any
 
@@ -295,8 +306,10 @@ class LatentArgs:
     """TensorArgs of the cache, where rows are gathered; else None"""
     out: Value
     lse: Value
+    max_scores: Value
     parts: Value
     part_lse: Value
+    part_max: Value
     used_q: Value
     used_k: Value
     pages: Value
@@ -318,11 +331,11 @@ class LatentArgs:
 
 @gluon.jit(do_not_specialize=["tiles", "blocks", "h_k", "group", "s_q", "s_k"])
 def latent_kernel(
-    q_desc, k_desc, cache, out, lse, parts, part_lse, sink, used_q, used_k, pages, schedule, mask, score, tiles, blocks,
-    h_k, group, s_q, s_k, scale, shape,
+    q_desc, k_desc, cache, out, lse, max_scores, parts, part_lse, part_max, sink, used_q, used_k, pages, schedule, mask,
+    score, tiles, blocks, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
-    """out = softmax(q k^T) k[:, :512] and lse, or None, of sequences that a line has whole; of others those of each
-    part, without the sink: parts float32 (parts, tiles, 64, 512), part_lse (parts, tiles, 64).
+    """out = softmax(q k^T) k[:, :512], lse and max_scores, or None, of sequences that a line has whole; of others those
+    of each part, without the sink: parts float32 (2 lines, tiles, 64, 512), part_lse and part_max (2 lines, tiles, 64).
 
     q_desc: (b, h_k, group, s_q, 576) in tiles of 64 rows, which are ROWS rows of 64 / ROWS heads; k_desc: (pages, h_k,
     page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. A program for each tile of
@@ -331,8 +344,8 @@ def latent_kernel(
     DTYPE: gl.constexpr = k_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
-        q_desc, k_desc, cache, out, lse, parts, part_lse, used_q, used_k, pages, schedule, mask, score, sink, tiles,
-        blocks, h_k, group, s_q, s_k, scale, shape,
+        q_desc, k_desc, cache, out, lse, max_scores, parts, part_lse, part_max, used_q, used_k, pages, schedule, mask,
+        score, sink, tiles, blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
     GATHERS: gl.constexpr = gathers(pages.size)
     CHUNKS: gl.constexpr = 2 * HALF + 1

@@ -14,10 +14,14 @@ from torch import Tensor
 from saccade.backends import Launches, Outputs
 from saccade.backends.device import masks, positions, scores
 from saccade.backends.device.gradients import padded
+from saccade.backends.device.key_lists import tabulated
 from saccade.backends.device.launch import Launch, cached_launch, multiprocessors, nothing_seen, on_device, per_row
+from saccade.backends.device.positions import spans_of
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
+from saccade.backends.device.slot_lists import SlotLists
 from saccade.backends.hopper.forward import load
 from saccade.backends.hopper.forward.launch import grouped, score_args
+from saccade.backends.hopper.latent import limits
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
@@ -39,67 +43,90 @@ class Cut:
     lines: int
     """programs for each of them, for the keys of all sequences together"""
 
+    listed: bool
+    """Each row is a sequence, and has slots of its own."""
+    sequences: int
+    capacity: int
+    """of keys, of a sequence"""
+
     @staticmethod
-    def of(call: Call, processors: int) -> Cut:
-        h_k, s_q, group = call.k.shape[1], call.q.shape[2], call.group
+    def of(call: Call, processors: int, lists: SlotLists | None) -> Cut:
+        h_k, s_q, group = call.k.shape[1], 1 if lists else call.q.shape[2], call.group
 
         def packs(rows: int) -> tuple[int, int]:
             return -(-group // (64 // rows)), -(-s_q // rows)
 
         rows = min((1, 2, 4, 8, 16, 32, 64), key=lambda rows: packs(rows)[0] * packs(rows)[1])
         tiles = h_k * packs(rows)[0] * packs(rows)[1]
-        return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles))
+        layout = call.layout
+        keys = lists.table.shape if lists else (layout.sequences, layout.capacity(call.k.shape[2]))
+        return Cut(rows, packs(rows)[1], tiles, max(1, processors // tiles), lists is not None, *keys)
 
 
 def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
+    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
     layout = call.layout
     if not aligned(call.q):  # which the Spec of a cache leaves open
         call = call.replace(q=padded(launches, call.q))
     q = call.q
-    out, row_lse = call.empty_out(), per_row(call, lse)
-    if not layout.sequences or not layout.capacity(call.k.shape[2]):
-        return out.zero_(), nothing_seen(row_lse), None
+    out, row_lse, top = call.empty_out(), per_row(call, lse), per_row(call, call.max_scores)
+    if (layout.has_pages and not layout.sequences) or not layout.capacity(call.k.shape[2]) or not call.k.numel():
+        return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if not out.numel():
-        return out, row_lse, None
+        return out, row_lse, top
     with on_device(q):
+        lists, cache, spans = None, call.k, positions.spans(call)
+        if limits.listed(call):
+            lists = SlotLists.of(call, launches)
+            cache, spans = lists.cache, (spans[0], spans_of(None, lists.used))
+            call = call.replace(mask=None)
+        call = tabulated(call, launches)
         cut = launches.get("latent cut")
         if cut is None:
-            cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device))
-        score, mask, spans = score_args(call), masks.device_args(call), positions.spans(call)
+            cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device), lists)
+        block_sparse = call.mask is not None and call.mask.block_sparse
+        score, mask = score_args(call), masks.device_args(call)._replace(all_tiles=FLAGS[block_sparse])
         target = TensorArgs.of(out)
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
         key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.large_scores.value
         launch = launches.get(key)
         if launch is None:
-            launch = launches[key] = prepare(call, cut)
-        index = q.device.index
-        schedule, parts = empty_schedule(call, cut), empty_parts(call, cut)
-        lengths = q.shape[2], layout.capacity(call.k.shape[2])
-        scheduling(launches)(index, (schedule, *spans, mask, *lengths))
-        results = target, row_lse, *parts, sink
-        launch(index, (q, call.k), arguments(call, results, schedule, spans, mask, score), call.scale)
-        tensors = *parts, target, row_lse, sink, schedule, *q.shape[1:3]
-        merging(call, launches, cut, (lse, target.unit.value))(index, tensors)
-    return out, row_lse, None
+            launch = launches[key] = prepare(call, cut, cache)
+        index, schedule, parts = q.device.index, empty_schedule(call, cut), empty_parts(call, cut)
+        sizes = (None, spans[1], mask, 1) if cut.listed else (*spans, mask, q.shape[2])
+        scheduling(launches, cut)(index, (schedule, *sizes, cut.capacity))
+        results = target, row_lse, top, *parts, sink
+        given = arguments(cache, results, schedule, spans, pages_of(call, lists), mask, score)
+        launch(index, (q, cache), given, call.scale)
+        if cut.lines > 1:
+            tensors = *parts, target, row_lse, top, sink, schedule, *q.shape[1:3]
+            merging(call, launches, cut, (lse, target.unit.value))(index, tensors)
+    return out, row_lse, top
+
+
+def pages_of(call: Call, lists: SlotLists | None) -> load.Pages | None:
+    """Where each sequence's keys are."""
+    return load.device_args(call) if lists is None else load.page_args(lists.table, lists.cache)
 
 
 def empty_schedule(call: Call, cut: Cut) -> Schedule:
-    b = call.layout.sequences
-    pointers = torch.empty(2 * b + 1, dtype=torch.int32, device=call.q.device)
-    return Schedule(pointers, pointers[b + 1 :], runtime_int(b), runtime_int(cut.lines))
+    b = cut.sequences
+    pointers = torch.empty(2 * b + 2 + cut.lines, dtype=torch.int32, device=call.q.device)
+    return Schedule(pointers, pointers[b + 1 :], pointers[2 * b + 1 :], runtime_int(b), runtime_int(cut.lines))
 
 
-def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor]:
-    """Memory for the parts' out and LSE."""
-    rows = call.layout.sequences + cut.lines, cut.tiles, 64
+def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Memory for the parts' out, LSE and largest scores."""
+    rows = 2 * cut.lines, cut.tiles, 64
     make = {"dtype": torch.float32, "device": call.q.device}
-    return torch.empty(*rows, call.v.shape[3], **make), torch.empty(rows, **make)
+    top = torch.empty(rows, **make) if call.max_scores else None
+    return torch.empty(*rows, call.v.shape[3], **make), torch.empty(rows, **make), top
 
 
-def scheduling(launches: Launches) -> Launch:
-    return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), (BLOCK_K,)))
+def scheduling(launches: Launches, cut: Cut) -> Launch:
+    constants = BLOCK_K, max(32, 1 << (cut.lines - 1).bit_length())
+    return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), constants))
 
 
 def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ()) -> Launch:
@@ -107,45 +134,41 @@ def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ())
 
     def make() -> Launch:
         # Many sequences have few parts each, whose rows are small programs; few sequences have as many as lines.
-        warps, chunk = (1, 4) if 2 * call.layout.sequences >= cut.lines else (4, 16)
-        constants = call.group, cut.rows, call.v.shape[3], 1 << (cut.lines - 1).bit_length(), chunk
-        return Launch(merge_kernel, (call.q.shape[:3].numel(), 1, 1), constants, warps, stages=1)
+        warps, chunk = (1, 4) if 2 * cut.sequences >= cut.lines else (4, 16)
+        by_line = cut.sequences > cut.lines - 1
+        splits = 1 << (cut.lines - 1).bit_length()
+        constants = call.group, cut.rows, call.v.shape[3], splits, chunk, cut.listed, by_line
+        rows = call.q.shape[1] * (1 if cut.listed else call.q.shape[2])
+        grid = rows * (cut.lines - 1 if by_line else cut.sequences), 1, 1
+        return Launch(merge_kernel, grid, constants, warps, stages=1)
 
     return cached_launch(launches, ("latent merge", *key), make)
 
 
 def arguments(
-    call: Call,
+    cache: Tensor,
     results: tuple[Any, ...],
     schedule: Schedule,
     spans: tuple[Any, Any],
+    pages: load.Pages | None,
     mask: masks.DeviceMask,
     score: scores.DeviceScore,
 ) -> tuple[Any, ...]:
-    """What the kernel takes between its descriptors and the numbers; results: out, lse, the parts of both, the sink."""
-    block_sparse = call.mask is not None and call.mask.block_sparse
-    cache = TensorArgs.of(call.k) if gathers(call.k.shape[2]) else None
-    return (
-        cache,
-        *results,
-        *spans,
-        load.device_args(call),
-        schedule,
-        mask._replace(all_tiles=FLAGS[block_sparse]),
-        score,
-    )
+    """What the kernel takes between its descriptors and the numbers; results: out, lse, max_scores, the parts of all
+    three, the sink."""
+    gathered = TensorArgs.of(cache) if gathers(cache.shape[2]) else None
+    return gathered, *results, *spans, pages, schedule, mask, score
 
 
-def prepare(call: Call, cut: Cut) -> TMALaunch:
+def prepare(call: Call, cut: Cut, cache: Tensor) -> TMALaunch:
     """The launch of all calls of the Call's key."""
-    q, k = call.q, call.k
-    box = load.box_rows(k.shape[2], BLOCK_K)
+    q = call.q
+    box = load.box_rows(cache.shape[2], BLOCK_K)
     shapes = [
         shape_of(grouped(q, call.group), (1, 1, 64 // cut.rows, cut.rows, 64)),
-        shape_of(k, (1, 1, box, 64)),
+        shape_of(cache, (1, 1, box, 64)),
     ]
-    capacity = call.layout.capacity(k.shape[2])
-    numbers = cut.tiles, cut.blocks, k.shape[1], call.group, q.shape[2], capacity
-    sizes = {"ROWS": cut.rows, "REGISTERS": 232, "LOADER_REGISTERS": 48}
+    numbers = cut.tiles, cut.blocks, cache.shape[1], call.group, q.shape[2], cut.capacity
+    sizes = {"ROWS": cut.rows, "LISTED": cut.listed, "REGISTERS": 232, "LOADER_REGISTERS": 48}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

@@ -127,8 +127,10 @@ class Seesaw:
 #
 # The tiles of keys of all sequences, one sequence after the other, are a row that is cut in lines of equal length.
 # Each line is worked on by one program for each tile of query rows, so that programs side by side read the same keys.
-# A part is what a line and a sequence have in common: line l and sequence b have part l + b, as from one part to the
-# next either the line or the sequence changes.
+# A part is what a line and a sequence have in common, unless it is all of the sequence: the first of a line, or its
+# last one, which begins inside of it. Every sequence has a tile at least, so that the next one follows it in the row.
+#
+# Where rows have lists of keys, each row is a sequence.
 
 
 class Schedule(NamedTuple):
@@ -138,6 +140,8 @@ class Schedule(NamedTuple):
     """int32 (sequences + 1): how many tiles there are before each sequence"""
     firsts: Any
     """int32 (sequences): the number of its first tile"""
+    lines_first: Any
+    """int32 (lines + 1): which sequence has the first tile of each line that has some; then how many tiles lines have"""
     sequences: Any
     """runtime_ints, as the next"""
     lines: Any
@@ -145,6 +149,8 @@ class Schedule(NamedTuple):
 
 LEAST_TILES = tl.constexpr(2)
 """Tiles of a line at least: fewer are not worth a merge."""
+MERGE = tl.constexpr(4)
+"""Tiles that take as long as a merge, about."""
 AT_ONCE = tl.constexpr(1024)
 """Sequences that the schedule's one program looks at together."""
 
@@ -152,15 +158,27 @@ AT_ONCE = tl.constexpr(1024)
 @triton.jit
 def length_of_line(schedule):
     """Tiles of each line but the last ones."""
-    total = tl.load(schedule.starts + plain_int(schedule.sequences))
-    return tl.maximum(tl.cdiv(total, plain_int(schedule.lines)), LEAST_TILES)
+    return tl.load(schedule.lines_first + plain_int(schedule.lines))
+
+
+@triton.jit
+def _length(total, longest, count, lines):
+    """Tiles of each line: such that lines end with sequences, or equal parts of them, if all are equally long and that
+    costs less than merges."""
+    exact = tl.maximum(tl.cdiv(total, lines), LEAST_TILES)
+    parts = tl.maximum(longest // exact, 1)
+    even = tl.where(exact > longest, tl.cdiv(exact, longest) * longest, tl.cdiv(longest, parts))
+    fits = (total == count * longest) & (even <= exact + MERGE) & ((exact > longest) | (longest % parts == 0))
+    return tl.where(fits, even, exact)
 
 
 @triton.jit(do_not_specialize=["s_q", "s_k"])
-def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr):
-    """Writes the schedule: of each sequence the tiles that some row sees, by the bounds of its first and last row."""
+def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr, LINES: tl.constexpr):
+    """Writes the schedule: of each sequence the tiles that some row sees, by the bounds of its first and last row, or
+    one. LINES: a power of two, not below the lines."""
     count = plain_int(schedule.sequences)
     total = count * 0
+    longest = count * 0
     for at in range(0, count, AT_ONCE):
         # [AT_ONCE]
         i = at + tl.arange(0, AT_ONCE)
@@ -177,49 +195,82 @@ def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.conste
         else:
             lo = keys * 0
             hi = keys
-        first = lo // BLOCK_K
-        tiles = tl.where((i < count) & (hi > lo) & (rows > 0), tl.cdiv(hi, BLOCK_K) - first, 0)
+        some = (hi > lo) & (rows > 0)
+        first = tl.where(some, lo // BLOCK_K, 0)
+        tiles = tl.where(i < count, tl.where(some, tl.cdiv(hi, BLOCK_K) - first, 1), 0)
         ends = total + tl.cumsum(tiles, 0)
         tl.store(schedule.firsts + i, first, mask=i < count)
         tl.store(schedule.starts + 1 + i, ends, mask=i < count)
         total += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tiles, 0))
+    lines = plain_int(schedule.lines)
+    length = _length(total, longest, count, lines)
     tl.store(schedule.starts, 0)
+    tl.store(schedule.lines_first + lines, length)
+    tl.debug_barrier()  # other threads wrote some of what is read now
+    # [LINES]
+    line = tl.arange(0, LINES)
+    first = line * 0  # as many sequences as end before the line
+    end = first + count
+    left = count
+    while left > 0:
+        middle = (first + end) // 2
+        before = tl.load(schedule.starts + 1 + middle, mask=first < end, other=1 << 30) <= line * length
+        first = tl.where(before, middle + 1, first)
+        end = tl.where(before, end, middle)
+        left = left // 2
+    tl.store(schedule.lines_first + line, first, mask=(line < lines) & (line * length < total))
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def merge_kernel(
-    parts, part_lse, out, lse, sink, schedule, h_q, s_q, GROUP: tl.constexpr, ROWS: tl.constexpr, D_V: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    parts, part_lse, part_max, out, lse, max_scores, sink, schedule, h_q, s_q, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    D_V: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, BY_LINE: tl.constexpr,
 ):  # fmt: skip
     """`lse = log(exp(sink) + sum_i exp(lse_i))`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts, unless it has
     one, whose results are in out and lse already.
 
-    parts: float32 (parts, tiles of rows, 64, d_v), not written where part_lse is -inf; SPLITS: lines, at least.
+    parts: float32 (2 lines, tiles of rows, 64, d_v), not written where part_lse is -inf; SPLITS: lines, at least;
+    BY_LINE: programs are not of all sequences, but of those that a line begins inside of.
     """
     PACK: tl.constexpr = 64 // ROWS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
-    offset = tl.program_id(0).to(tl.int64)
-    row = (offset % s_q).to(tl.int32)
-    h = (offset // s_q % h_q).to(tl.int32)
-    b = (offset // s_q // h_q).to(tl.int32)
-    blocks = tl.cdiv(s_q, ROWS)
+    count = 1 if LISTED else s_q
+    number = tl.program_id(0).to(tl.int64)
+    row = (number % count).to(tl.int32)
+    h = (number // count % h_q).to(tl.int32)
+    b = (number // count // h_q).to(tl.int32)
+    blocks = tl.cdiv(count, ROWS)
     member = h % GROUP
     tile = (h // GROUP * PACKS + member // PACK) * blocks + row // ROWS
     tiles = h_q // GROUP * PACKS * blocks
     within = member % PACK * ROWS + row % ROWS
 
     length = length_of_line(schedule)
+    line = b + 1
+    if BY_LINE:
+        if line * length >= tl.load(schedule.starts + plain_int(schedule.sequences)):
+            return
+        b = tl.load(schedule.lines_first + line)
     start = tl.load(schedule.starts + b)
     end = tl.load(schedule.starts + b + 1)
     first = start // length
-    count = tl.where(end > start, (end - 1) // length - first + 1, 0)
+    if BY_LINE and (first + 1 != line) | (start == line * length):  # another line's, or none begins inside
+        return
+    count = (end - 1) // length - first + 1
     if count == 1:
         return
+    if LISTED:
+        row = b % s_q
+        b = b // s_q
     # [SPLITS]
     i = tl.arange(0, SPLITS)
-    row_of_parts = ((first + b).to(tl.int64) * tiles + tile) * 64 + within
+    row_of_parts = (first.to(tl.int64) * 2 * tiles + tile) * 64 + within
     stride = tiles.to(tl.int64) * 64
-    lses = tl.load(part_lse + row_of_parts + i * stride, mask=i < count, other=float("-inf"))
+    inside = (start % length > 0).to(tl.int32)
+    there_are = i < count
+    places = row_of_parts + number_of_part(i, inside) * stride
+    lses = tl.load(part_lse + places, mask=there_are, other=float("-inf"))
     top = tl.max(lses, 0)
     column = tl.full([], float("-inf"), tl.float32) if sink is None else finite(tl.load(sink + h).to(tl.float32))
     top = tl.maximum(top, column)
@@ -232,9 +283,9 @@ def merge_kernel(
     acc = tl.zeros([D_V], tl.float32)
     for at in range(0, count, CHUNK):
         # [CHUNK]
-        number = at + tl.arange(0, CHUNK)
-        index_of_part = row_of_parts + number * stride
-        weight = tl.exp(tl.load(part_lse + index_of_part, mask=number < count, other=float("-inf")) - top) / total
+        some = at + tl.arange(0, CHUNK)
+        index_of_part = row_of_parts + number_of_part(some, inside) * stride
+        weight = tl.exp(tl.load(part_lse + index_of_part, mask=some < count, other=float("-inf")) - top) / total
         there = (weight != 0)[:, None]
         values = tl.load(parts + index_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
@@ -243,8 +294,20 @@ def merge_kernel(
         + row.to(tl.int64) * plain_int(out.stride_s)
     ) * out.unit  # fmt: skip
     tl.store(base + column_v, acc.to(out.ptr.dtype.element_ty))
+    offset = (b.to(tl.int64) * h_q + h) * s_q + row
     if lse is not None:
         tl.store(lse + offset, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
+    if max_scores is not None:
+        tops = tl.load(part_max + places, mask=there_are, other=float("-inf"))
+        broken = tl.max((tops != tops).to(tl.int32), 0) > 0
+        tl.store(max_scores + offset, tl.where(broken, float("nan"), tl.max(tops, 0)))
+
+
+@triton.jit
+def number_of_part(i, inside):
+    """Of a sequence's part i, in parts after the first of the line in which the sequence begins, `inside` of it or with
+    it."""
+    return 2 * i + tl.where(i == 0, inside, 0)
 
 
 # The latent kernel's producer, which walks along a line of tiles of keys.
@@ -254,7 +317,7 @@ def merge_kernel(
 
 # Of a part: its sequence (-1: no more parts), its number, its first tile of keys and how many there are, those between
 # which no mask is needed, the sequence's rows and keys in use, and whether it is all of the sequence.
-BATCH, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS, WHOLE = (gl.constexpr(i) for i in range(9))
+SEQUENCE, PART, FIRST, TILES, CORE, CORE_END, ROWS_USED, KEYS, WHOLE = (gl.constexpr(i) for i in range(9))
 NUMBERS = 9
 
 
@@ -289,35 +352,31 @@ def gathers(page_size):
 
 
 @gluon.jit
-def sequence_at(schedule, tile):
-    """The sequence that has tile `tile` of all: of so many sequences all tiles come before."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    count = plain_int(schedule.sequences)
-    b = count * 0
-    for start in range(0, count, 128):
-        # [128]
-        i = start + gl.arange(0, 128, layout)
-        end = gl.load(schedule.starts + 1 + i, mask=i < count, other=1 << 30)
-        b += gl.sum((end <= tile).to(gl.int32), 0)
-    return b
+def place_of(args, number, row):
+    """Batch row and query row of a sequence's row."""
+    if args.shape.LISTED:
+        return number // args.s_q, number % args.s_q + row
+    else:
+        return number, row
 
 
 @gluon.jit
-def open_part(args, pipe, rows, b, tile, stop, drawn):
+def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
     """Writes the numbers of the part that begins at `tile`. Returns its first tile, how many there are, and keys."""
-    start = gl.load(args.schedule.starts + b)
-    end = gl.load(args.schedule.starts + b + 1)
-    first = gl.load(args.schedule.firsts + b) + tile - start
+    start = gl.load(args.schedule.starts + number)
+    end = gl.load(args.schedule.starts + number + 1)
+    first = gl.load(args.schedule.firsts + number) + tile - start
     tiles = gl.minimum(end, stop) - tile
+    b, row = place_of(args, number, rows.row)
     _, _, _, used = extent(args.used_q, b, args.s_q)
-    _, _, _, keys = extent(args.used_k, b, args.s_k)
+    _, _, _, keys = extent(args.used_k, number, args.s_k)
     # [64]
-    q_idx = rows.row + gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % args.shape.ROWS
+    q_idx = row + gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) % args.shape.ROWS
     lo, hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - used)
     _, core, core_end, _ = tile_range(lo, hi, core_lo, core_hi, q_idx < used, keys, 64)
     at = pipe.queries.record_of(drawn)
-    pipe.queries.put(at, BATCH, b)
-    pipe.queries.put(at, PART, rows.line + b)
+    pipe.queries.put(at, SEQUENCE, number)
+    pipe.queries.put(at, PART, 2 * rows.line + (tile > begin).to(gl.int32))
     pipe.queries.put(at, FIRST, first)
     pipe.queries.put(at, TILES, tiles)
     pipe.queries.put(at, CORE, core // 64)
@@ -329,14 +388,15 @@ def open_part(args, pipe, rows, b, tile, stop, drawn):
 
 
 @gluon.jit
-def load_queries(args, pipe, rows, b, drawn):
+def load_queries(args, pipe, rows, number, drawn):
     """Fills the slot with the program's query rows."""
+    b, row = place_of(args, number, rows.row)
     CHUNKS: gl.constexpr = pipe.queries.CHUNKS
     pipe.queries.claim(drawn)
     full = pipe.queries.full.index(0)
     mbarrier.expect(full, CHUNKS * 64 * 64 * 2)
     for chunk in gl.static_range(CHUNKS):
-        tma_load(args.q_desc, [b, rows.h_k, rows.in_group, rows.row, chunk * 64], full, pipe.queries.tiles.index(chunk))
+        tma_load(args.q_desc, [b, rows.h_k, rows.in_group, row, chunk * 64], full, pipe.queries.tiles.index(chunk))
 
 
 @gluon.jit
@@ -413,8 +473,6 @@ def gather_tile(args, pipe, h_k, page, n, start, keys):
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
     known = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1)
-    if args.pages.by_slot:
-        there = there & (page == known)
     pointers = head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
     gather_half(pipe, n, pointers, there, n % 2, 0)
     gather_half(pipe, n, pointers, there, 1 - n % 2, 1)
@@ -436,27 +494,29 @@ def load(args, pipe):
     """The producer."""
     rows = row_tile(args)
     length = length_of_line(args.schedule)
-    tile = rows.line * length
-    stop = gl.minimum(tile + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
-    n = tile * 0
-    drawn = tile * 0
-    tails = tile * 0
+    begin = rows.line * length
+    stop = gl.minimum(begin + length, gl.load(args.schedule.starts + plain_int(args.schedule.sequences)))
+    tile = begin
+    number = gl.load(args.schedule.lines_first + rows.line, mask=begin < stop, other=0)
+    n = begin * 0
+    drawn = n
+    tails = n
     while tile < stop:
-        b = sequence_at(args.schedule, tile)
-        first, tiles, keys = open_part(args, pipe, rows, b, tile, stop, drawn)
+        first, tiles, keys = open_part(args, pipe, rows, number, tile, begin, stop, drawn)
         begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
-        page = numbers_of(args, b, first * 64, keys)
+        page = numbers_of(args, number, first * 64, keys)
         for j in range(tiles):
             start = (first + j) * 64
             # A tile ahead: a load takes as long as half of a tile's products.
-            following = numbers_of(args, b, start + 64, keys)
+            following = numbers_of(args, number, start + 64, keys)
             tails = load_tile(args, pipe, rows.h_k, page, n, start, keys, tails)
             page = following
             n += 1
             if j == begun:
-                load_queries(args, pipe, rows, b, drawn)
+                load_queries(args, pipe, rows, number, drawn)
         drawn += 1
         tile += tiles
-    pipe.queries.put(pipe.queries.record_of(drawn), BATCH, -1)
+        number += 1
+    pipe.queries.put(pipe.queries.record_of(drawn), SEQUENCE, -1)
     pipe.queries.claim(drawn)
     mbarrier.arrive(pipe.queries.full.index(0), count=1)
