@@ -26,35 +26,6 @@ def dims() -> Iterator[Case]:
         yield from _both(4, 16, 4096, d, d_v)
 
 
-def _layer(b: int, h: int, s: int, d: int, keys: int = 0) -> Case:
-    """A layer of a vision model: b images of s patches, which attend to so many keys of a text; 0: to themselves."""
-    return Case("", b=b, h_q=h, h_k=h, s_q=s, s_k=keys or s, d=d)
-
-
-_LAYERS = (
-    _layer(64, 16, 577, 64),  # ViT-L/14 at 336 pixels
-    _layer(32, 16, 729, 72),  # SigLIP so400m/14 at 384 pixels
-    _layer(32, 16, 1024, 80),  # ViT-H/14 at 448 pixels
-    _layer(8, 10, 4096, 64),  # SDXL: 64 x 64 patches
-    _layer(8, 10, 4096, 64, 77),  # and its text
-    _layer(16, 8, 4096, 40, 77),  # Stable Diffusion 1
-)
-
-
-def odd() -> Iterator[Case]:
-    """Short rows of many heads; head dims that are no power of two; layers of vision models; and few heads, so that
-    there are fewer tiles than multiprocessors."""
-    for d in (64, 128):
-        for s in (128, 256, 512):
-            yield from _both(16384 // s, 2048 // d, s, d)
-    for d in (72, 80, 96, 160, 192):
-        yield from _both(4, 16, 2048, d)
-    yield from _LAYERS
-    for h, s in ((8, 1024), (16, 1024), (8, 4096), (16, 4096)):
-        for d in (64, 128):
-            yield from _both(1, h, s, d)
-
-
 def paged(b: int, s_k: int, h_q: int = 32, page_size: int = 64, s_q: int = 1, score: str = "none") -> Case:
     """Requests with caches of s_k keys each, or, below 0, of mixed lengths up to -s_k; their last s_q rows attend."""
     case = Case("", b=b, h_q=h_q, h_k=8, s_q=s_q, s_k=abs(s_k), d=128, order="paged", page_size=page_size, score=score)
@@ -100,6 +71,8 @@ LATENT = [
 
 
 MODES = ("forward", "backward", "forward+backward")
+WITH_HOST = "+host"
+"""After a mode: through autograd, as a model calls, and with the host's time."""
 
 # A trailing star matches every provider whose name starts so.
 FUSED = ("saccade-*", "fa3", "fa4", "sdpa-cudnn", "sdpa-flash")
@@ -111,9 +84,9 @@ class Cell:
 
     case: Case
     mode: str
-    """One of `MODES`; `decode`: a forward as a CUDA graph; `host`: the host's time for one forward; `first forward`,
-    `first backward`: the first call in a new process; `block mask`: making one; `quantize block rotate` and the like:
-    8-bit operands, as a CUDA graph, with the options of `quantizing`."""
+    """One of `MODES`, also `WITH_HOST`; `decode`: a forward as a CUDA graph; `host`: the host's time for one forward;
+    `first forward`, `first backward`: the first call in a new process; `block mask`: making one; `quantize block
+    rotate` and the like: 8-bit operands, as a CUDA graph, with the options of `quantizing`."""
     deterministic: bool = False
     """Gradients bitwise equal from run to run."""
 
@@ -122,7 +95,13 @@ class Cell:
         """The call that is timed: one of `MODES`, `block mask` or `quantize`."""
         if self.mode.startswith("quantize "):
             return "quantize"
-        return "forward" if self.mode in ("decode", "host") else self.mode.removeprefix("first ")
+        mode = self.mode.removesuffix(WITH_HOST)
+        return "forward" if mode in ("decode", "host") else mode.removeprefix("first ")
+
+    @property
+    def with_host(self) -> bool:
+        """Whether the call goes through autograd, and its time is that from an idle device to its results."""
+        return self.mode.endswith(WITH_HOST)
 
     @property
     def in_new_process(self) -> bool:
@@ -131,7 +110,7 @@ class Cell:
     @property
     def has_rates(self) -> bool:
         """Whether the device's time is measured, so that TFLOP/s, GB/s and ceilings apply."""
-        return self.in_graph or self.mode in MODES
+        return self.in_graph or self.mode.removesuffix(WITH_HOST) in MODES
 
     @property
     def in_graph(self) -> bool:
@@ -192,6 +171,64 @@ def _tokens(d: int, s: int, mask: str) -> Case:
 def _cells(cases: Iterable[Case], *modes: str) -> tuple[Cell, ...]:
     # The modes of one case follow one another: they share its inputs.
     return tuple(Cell(case, mode) for case in cases for mode in modes)
+
+
+def _decoder(
+    model: str, h: str, d: int, lengths: str, mask: str = "causal", d_v: int = 0, sink: bool = False
+) -> Models:
+    """A layer of a language model. h: heads of queries and of keys; lengths: batches of sequences, such as `2x4096`."""
+    h_q, h_k = map(int, h.split(":"))
+    for words in lengths.split():
+        b, s = map(int, words.split("x"))
+        case = Case("", b=b, h_q=h_q, h_k=h_k, s_q=s, s_k=s, d=d, d_v=d_v, mask=mask, sink=sink, order="bshd")
+        yield model, case
+
+
+def _layer(model: str, b: int, h: int, s: int, d: int, keys: int = 0) -> Models:
+    """A layer of a vision model: b images of s patches, which attend to so many keys of a text; 0: to themselves."""
+    yield model, Case("", b=b, h_q=h, h_k=h, s_q=s, s_k=keys or s, d=d, order="bshd")
+
+
+Models = Iterator[tuple[str, Case]]
+"""The name of a model, and one of its calls: of order bshd, whose operands are views of one projection."""
+
+
+def _prompts() -> Models:
+    """Prompts, and batches of training."""
+    yield from _decoder("llama-1b", "32:8", 64, "1x512 4x2048 1x8192")
+    yield from _decoder("llama-3b", "24:8", 128, "1x2048 4x4096")
+    yield from _decoder("llama-8b", "32:8", 128, "1x512 1x2048 2x4096 1x8192 1x16384")
+    yield from _decoder("llama-70b-tp8", "8:1", 128, "1x2048 4x4096 1x8192")
+    yield from _decoder("qwen3-30b", "32:4", 128, "4x2048 2x4096")
+    yield from _decoder("gemma3-4b", "8:4", 256, "4x2048 1x8192")
+    yield from _decoder("gemma3-4b", "8:4", 256, "4x2048 1x8192", "window(1023,0)")
+    yield from _decoder("gpt-oss", "64:8", 64, "1x4096 1x8192", sink=True)
+    yield from _decoder("gpt-oss", "64:8", 64, "1x4096 1x8192", "window(127,0)", sink=True)
+    yield from _decoder("deepseek-v3-tp8", "16:16", 192, "4x1024 1x4096 2x4096", d_v=128)
+    yield from _decoder("phi3-mini", "32:32", 96, "4x2048 1x4096")
+    yield from _decoder("gpt2", "12:12", 64, "16x1024")
+    yield from _decoder("gpt2-xl", "25:25", 64, "8x1024")
+    yield from _layer("vit-l", 64, 16, 577, 64)  # images of 336 pixels, 14 a patch
+    yield from _layer("siglip-so400m", 32, 16, 729, 72)  # of 384
+    yield from _layer("vit-h", 32, 16, 1024, 80)  # of 448
+    yield from _layer("vit-g", 64, 16, 257, 88)  # of 224
+    yield from _layer("sdxl", 8, 10, 4096, 64)
+    yield from _layer("sdxl", 8, 10, 4096, 64, 77)  # a text
+    yield from _layer("sd1", 16, 8, 4096, 40, 77)
+
+
+def _tokens_over_caches() -> Models:
+    for b, s in ((1, 2048), (8, 8192), (64, 4096)):
+        yield "llama-8b", paged(b, s)
+    for b, s in ((8, 8192), (64, 4096)):
+        yield "llama-70b-tp8", paged(b, s, h_q=8).replace(h_k=1)
+    yield "qwen3-30b", paged(64, 4096).replace(h_k=4)
+    for b, s in ((8, 8192), (128, 4096)):
+        yield "deepseek-v3-tp8", latent(b, s, 16)
+
+
+def _of_models(calls: Models, *modes: str) -> tuple[Cell, ...]:
+    return _cells((case.replace(name=f"{model} {named(case).name}") for model, case in calls), *modes)
 
 
 _GRID = [
@@ -295,6 +332,14 @@ _SMALL = Case("", b=1, h_q=8, h_k=8, s_q=128, s_k=128, d=64)
 _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none", "alibi", "relative_bias(128)")]
 
 GRIDS = {
+    "models": BenchGrid(
+        (
+            *_of_models(_prompts(), *(mode + host for host in ("", WITH_HOST) for mode in MODES[:2])),
+            *_of_models(_tokens_over_caches(), "decode"),
+        ),
+        ("auto", "fa3", "fa4", "sdpa", "sdpa-cudnn", "flex"),
+        "language, vision and diffusion models: training, prompts, new tokens; kernels alone, and with the host",
+    ),
     "h200": BenchGrid(_cells(_GRID, "forward", "backward"), FUSED, "16k tokens, h d = 2048, s = 1k to 16k, both modes"),
     "grid-forward": BenchGrid(_cells(_GRID, "forward"), FUSED, "the forward half of h200"),
     "grid-backward": BenchGrid(_cells(_GRID, "backward"), FUSED, "the backward half of h200"),
@@ -359,11 +404,6 @@ GRIDS = {
         _cells(map(named, dims()), "forward", "backward"),
         FUSED,
         "fp16 and bf16 at d 128, and d 192/128, 96 and 80: 4 x 16 heads, s = 4096",
-    ),
-    "odd": BenchGrid(
-        _cells(map(named, odd()), "forward", "backward"),
-        FUSED,
-        "s = 128 to 512, head dims 72 to 192, vision layers of 577 to 4096 patches, and one row of 8 or 16 heads",
     ),
     "varlen": BenchGrid(
         _cells(_varlen(), "forward", "backward"),
@@ -434,11 +474,6 @@ GRIDS = {
         _cells(map(named, _FIRST), "first forward", "first backward"),
         ("saccade-*", "flex"),
         "the first call in a new process with empty caches: one plain call and two scores, causal, d 128",
-    ),
-    "models": BenchGrid(
-        _cells(map(named, MODELS), "forward", "backward"),
-        (*FUSED, "flex"),
-        "layers of real models",
     ),
     "scores-cpu": BenchGrid(
         tuple(

@@ -21,10 +21,23 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     if case.order == "paged":
         return paged_inputs(case, device)
     inputs = case.inputs(device)
+    if case.order == "bshd" and case.used == "all":
+        inputs = projected(inputs)
     if "sink" not in inputs.keywords:
         return inputs
     sink = inputs.keywords["sink"].detach()
     return replace(inputs, keywords=inputs.keywords | {"sink": sink.bfloat16().to(sink.dtype)})
+
+
+def projected(inputs: Inputs) -> Inputs:
+    """q, k and v (b, s, h, d) as views of what one projection makes of a row, as models have them: of a text's keys
+    their own, as its rows are others."""
+    names = ("q", "k", "v") if inputs.q.shape[1] == inputs.k.shape[1] else ("k", "v")
+    given = {name: getattr(inputs, name) for name in names}
+    widths = [x.shape[2] * x.shape[3] for x in given.values()]
+    rows = torch.cat([x.flatten(2) for x in given.values()], 2).split(widths, 2)
+    made = zip(given.items(), rows, strict=True)
+    return replace(inputs, **{name: x.unflatten(2, old.shape[2:]) for (name, old), x in made})
 
 
 def shared_pages(case: Case) -> int:

@@ -174,7 +174,7 @@ def _time(table: _CellTable, ready: dict[str, Prepared], inputs: Inputs) -> None
     _forget(bench.device)
     bench.tell(f"{cell}: timing {len(ready)}")
     cost = _cost(cell, inputs) if cell.has_rates else None
-    measured = timing.measure_host if cell.mode == "host" else measure
+    measured = timing.measure_host if cell.mode == "host" else timing.measure_with_host if cell.with_host else measure
     for name, times in measured(ready, bench.device, bench.clock, table.failed).items():
         table.rows[name] = table.rows[name].timed(times, ready[name].cost or cost)
 

@@ -38,6 +38,41 @@ def measure_host(
     return in_turns(list(prepared), max(5, clock.rounds // 2), sample, failed)
 
 
+def measure_with_host(
+    prepared: Mapping[str, Prepared], device: torch.device, clock: Clock, failed: Failed
+) -> dict[str, Times]:
+    """The time of one call of several in a row, from an idle device to the last one's results."""
+    paces: dict[str, int] = {}
+
+    def sample(name: str) -> float:
+        one, calls = prepared[name], paces.get(name, 2)
+        seconds = 0.0
+        # A call with something before it is timed alone.
+        for inside in [1] * calls if one.before else [calls]:
+            if one.before:
+                one.before()
+            _idle(device)
+            start = time.perf_counter()
+            for _ in range(inside):
+                one.call()
+            _idle(device)
+            seconds += time.perf_counter() - start
+        return seconds / calls
+
+    for name in prepared:
+        try:
+            sample(name)
+            paces[name] = max(2, min(HOST_CALLS, round(clock.sample / sample(name))))
+        except Exception as problem:  # a peer may raise anything
+            failed(name, problem)
+    return in_turns(list(paces), clock.rounds, sample, failed)
+
+
+def _idle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def captured(prepared: Prepared, device: torch.device) -> Prepared:
     """The call as a CUDA graph, as servers replay it: the host's time does not count. On a CPU, the call itself."""
     if device.type != "cuda":

@@ -135,14 +135,17 @@ class PeerInputs(Operands):
 
     @staticmethod
     def of(inputs: Inputs, order: str) -> PeerInputs:
-        """Tensors in `order`, or packed, contiguous: each provider gets the memory layout that suits it."""
+        """Tensors in `order`, or packed, contiguous: each provider gets the memory layout that suits it. Of order bshd
+        they are those of a model, of which it takes views (`inputs.projected`)."""
         layout: Layout = inputs.keywords.get("layout", Dense())
         target = layout if layout.ragged_keys else Dense(order)
         tensors = [layout.canonical(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         if layout.tensors:
             tensors = [x.nan_to_num(0) for x in tensors]
         group = tensors[0].shape[1] // max(1, tensors[1].shape[1])
-        q, k, v, dout = (target.ordered(x).contiguous() for x in tensors)
+        q, k, v, dout = map(target.ordered, tensors)
+        if layout.text != "bshd":
+            q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
         keywords = (inputs.keywords.get(name) for name in ("mask", "score_mod", "sink"))
         return PeerInputs(q, k, v, dout, target.order, *keywords, layout=layout, group=group)
 
@@ -164,19 +167,20 @@ WARM = 3
 """Forwards, of which the last one's backward is timed: a first one, which each training has once, may make another."""
 
 
-def prepared(function: Function, call: str, operands: Operands, retains: bool = True) -> Prepared:
+def prepared(function: Function, cell: Cell, operands: Operands, retains: bool = True) -> Prepared:
     """Every mode of a function that PyTorch differentiates.
 
     Args:
         function: (q, k, v) -> out, in the order of the operands.
-        call: as in a Cell.
         retains: whether its graph can serve several backwards. Otherwise every backward has an untimed forward of its
             own.
     """
-    order, dout = operands.order, operands.dout
-    if call == "forward":
+    order, dout, call = operands.order, operands.dout, cell.call
+    if call == "forward" and not cell.with_host:
         return Prepared(lambda: (function(operands.q, operands.k, operands.v),), order=order)
     leaves = [x.detach().requires_grad_() for x in (operands.q, operands.k, operands.v)]
+    if call == "forward":
+        return Prepared(lambda: (function(*leaves),), order=order)
     leaves_and_tables = [*leaves, *operands.learned]
     if call == "forward+backward":
         return Prepared(lambda: torch.autograd.grad(function(*leaves), leaves_and_tables, dout), order=order)

@@ -7,7 +7,8 @@ import ctypes
 import importlib
 import importlib.util
 import os
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +65,8 @@ class FlashAttention3(_Flash):
             flags = options | {"deterministic": cell.deterministic}
             return operators.bwd(call.dout, call.q, call.k, call.v, out, lse, **flags)[:3]
 
+        if cell.with_host:
+            return prepared(partial(_differentiable, options), cell, call)
         if cell.call == "forward":
             return Prepared(lambda: forward()[:1], order=call.order)
         if cell.call == "forward+backward":
@@ -93,6 +96,25 @@ class FlashAttention3(_Flash):
         elif importlib.util.find_spec("flash_attn_3"):
             importlib.import_module("flash_attn_3._C")
         return hasattr(torch.ops.flash_attn_3, "fwd")
+
+
+class _Fa3(torch.autograd.Function):
+    """Its operators in autograd, as its package wraps them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out, lse = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **options)[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.flash_attn_3.bwd(*grad_outputs, *ctx.saved_tensors, **ctx.options)[:3], None
+
+
+def _differentiable(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return cast(Tensor, _Fa3.apply(q, k, v, options))
 
 
 class FlashAttention4(_Flash):
@@ -129,7 +151,7 @@ class FlashAttention4(_Flash):
             result = attend(q, k, v, **options)
             return result[0] if isinstance(result, tuple) else result
 
-        return prepared(function, cell.call, call)
+        return prepared(function, cell, call)
 
 
 class FlashAttnFace(Provider):
@@ -156,7 +178,7 @@ class FlashAttnFace(Provider):
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, **options)
 
-        return prepared(function, cell.call, call)
+        return prepared(function, cell, call)
 
 
 def _lengths(call: PeerInputs) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Flex(Provider):
             return out
 
         # Its backward writes into buffers of its forward, and so refuses a second one on the same graph.
-        return prepared(function, cell.call, call, retains=False)
+        return prepared(function, cell, call, retains=False)
 
 
 def predicate(mask: Mask, off: int) -> Predicate:

@@ -66,7 +66,7 @@ class Saccade(Provider):
 
         tables = learned(inputs, cell.call)
         operands = Operands(inputs.q, inputs.k, inputs.v, inputs.dout, cell.case.order, learned=tables)
-        return prepared(function, cell.call, operands)
+        return prepared(function, cell, operands)
 
     def keywords(self, cell: Cell, inputs: Inputs) -> dict[str, Any]:
         return inputs.keywords | {"backend": self.backend, "deterministic": cell.deterministic} | self.more
@@ -155,4 +155,4 @@ class LeftPadded(Saccade):
         mask = interval(starts, None) & causal()
         keywords = self.keywords(cell, padded) | {"layout": Dense(), "mask": mask}
         operands = Operands(padded.q, padded.k, padded.v, padded.dout, "bhsd")
-        return packed_again(padding, prepared(lambda q, k, v: attention(q, k, v, **keywords), cell.call, operands))
+        return packed_again(padding, prepared(lambda q, k, v: attention(q, k, v, **keywords), cell, operands))

@@ -46,7 +46,7 @@ class Sdpa(Provider):
             with context():
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
 
-        return prepared(function, cell.call, call)
+        return prepared(function, cell, call)
 
 
 class SdpaPadded(Provider):
@@ -63,7 +63,7 @@ class SdpaPadded(Provider):
 
     def prepare(self, cell: Cell, inputs: Inputs) -> Prepared:
         mask, inputs, padding = with_mask(inputs, cell.case.b)
-        ready = prepared(lambda q, k, v: masked(q, k, v, mask), cell.call, PeerInputs.of(inputs, "bhsd"))
+        ready = prepared(lambda q, k, v: masked(q, k, v, mask), cell, PeerInputs.of(inputs, "bhsd"))
         return ready if padding is None else packed_again(padding, ready)
 
 
@@ -88,7 +88,7 @@ class TorchVarlen(Provider):
             assert isinstance(out, Tensor)
             return out
 
-        return prepared(function, cell.call, call)
+        return prepared(function, cell, call)
 
 
 def options(varlen_attn: Any, call: PeerInputs) -> dict[str, Any]:

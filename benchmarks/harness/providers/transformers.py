@@ -56,7 +56,7 @@ class Transformers(Provider):
         def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return dense(q[None], k[None], v[None])[0]
 
-        return prepared(packed if call.layout.ragged_keys else dense, cell.call, call)
+        return prepared(packed if call.layout.ragged_keys else dense, cell, call)
 
 
 def _mask(call: PeerInputs) -> Any:
