@@ -272,7 +272,7 @@ SHARE, SLOW_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test one case in eight, the same ones in each run, and each value of each parameter but of a `seed`. Cases
+    """Of each test one case in eight, the same in each run, and each value of each parameter but of a `seed`. Cases
     marked `slow` run only for a value that no others have. Of each test in the interpreter and in the emulator one case
     in forty. With --all such samples are of matrices alone, which are the tests marked `sample`, and in the interpreter
     and in the emulator those with a `device`: all of their cases run on the CPU with --everything. On a GPU, and of a

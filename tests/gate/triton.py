@@ -143,7 +143,7 @@ def _listed(kernel: str, call: Call) -> Any:
     """A kernel that gathers the keys of lists."""
     work, numbers, rows = listed.Work.of(call, {}), torch.empty(16, dtype=torch.int32), torch.empty(call.q.shape[:3])
     lists, common = ListArgs.of(work.mask, call), work.common(None)
-    unions = Unions(*[numbers] * 3, runtime_int(16)) if work.tile.entries else None
+    unions = Unions(numbers, numbers, numbers, runtime_int(16)) if work.tile.entries else None
     q, k, v = (TensorArgs.of(x) for x in (call.q, call.k, call.v))
     out, by_rows = TensorArgs.of(call.empty_out()), (lists, unions, *common)
     if kernel == "union":

@@ -123,8 +123,7 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
         entry = tl.load(block.entries + index.to(tl.int64) * block.step)
     else:
         index = number // size
-        known = index < block.length
-        entry = tl.load(block.entries + index.to(tl.int64) * block.step, mask=known, other=-1)
+        entry = tl.load(block.entries + index.to(tl.int64) * block.step, mask=index < block.length, other=-1)
     named = (entry >= 0) & (entry < tl.cdiv(keys, size))
     kv_idx = tl.where(named, entry, 0).to(tl.int32) * size + number - index * size
     named = named & (kv_idx < keys)
@@ -133,7 +132,7 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
         if WHOLE:
             seen = seen & (((tl.load(block.bits + index) >> block.row) & 1) != 0)[:, None]
         else:
-            bits = tl.load(block.bits + index, mask=known, other=0)
+            bits = tl.load(block.bits + index, mask=index < block.length, other=0)
             seen = seen & (((bits[None, :] >> block.row[:, None]) & 1) != 0)
     return tl.where(named, kv_idx, 0), named, seen
 

@@ -141,7 +141,7 @@ class Schedule(NamedTuple):
     firsts: Any
     """int32 (sequences): the number of its first tile"""
     lines_first: Any
-    """int32 (lines + 1): which sequence has the first tile of each line that has some; then how many tiles lines have"""
+    """int32 (lines + 1): which sequence has the first tile of each line that has some, then their tiles"""
     sequences: Any
     """runtime_ints, as the next"""
     lines: Any
