@@ -13,6 +13,8 @@ from tests.random_calls import calls
 from tests.random_calls.outcome import Tally
 from tests.random_calls.worker import Draw, outcomes
 
+GRACE = 30
+"""Seconds in which the last calls may end."""
 FAILURES = 40
 """After so many the rest says nothing new."""
 
@@ -29,7 +31,7 @@ def random_calls(draw: Draw, given: argparse.Namespace) -> Tally:
     tally, begun = Tally(), time.monotonic()
     drawn = numbers(given.first, given.calls, begun + given.seconds)
     threads = given.threads or 1
-    for outcome in outcomes(draw, drawn, given.processes, given.limit, threads):
+    for outcome in outcomes(draw, drawn, given.processes, given.limit, threads, GRACE):
         if failure := tally.add(draw(outcome.number), outcome):
             print(f"{failure}\n", flush=True)
         if len(tally.failures) >= FAILURES:

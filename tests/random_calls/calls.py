@@ -39,8 +39,8 @@ def impossible(layout: str, feature: str) -> bool:
     )
 
 
-WAVE, TIMES = 204, 3
-"""So many calls are drawn, and then twice again with other numbers: most of a call's time is that of compilers."""
+WAVE, TIMES = 204, 2
+"""So many calls are drawn, and then again with other numbers: most of a call's time is that of compilers."""
 
 
 def draw(seed: int, number: int, device: str, backend: str = "auto", by_modes: bool = False) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import multiprocessing
 import os
 import sys
@@ -133,22 +134,29 @@ class Worker:
         self.pipe.close()
 
 
-def outcomes(draw: Draw, numbers: Iterator[int], processes: int, limit: float, threads: int = 1) -> Iterator[Outcome]:
+def outcomes(
+    draw: Draw, numbers: Iterator[int], processes: int, limit: float, threads: int = 1, grace: float = math.inf
+) -> Iterator[Outcome]:
     """The outcome of each call, as they come.
 
     Args:
         limit: seconds that a call may take.
         threads: of each process.
+        grace: seconds after the last number, in which calls may still end: those that do not have no outcome.
     """
+    ends = math.inf
     idle: list[Worker | None] = [None] * processes
     busy: list[Worker] = []
     try:
         while True:
-            while idle and (number := next(numbers, None)) is not None:
+            while idle and ends == math.inf:
+                if (number := next(numbers, None)) is None:
+                    ends = time.monotonic() + grace
+                    break
                 worker = idle.pop() or Worker(draw, threads)
                 worker.give(number)
                 busy.append(worker)
-            if not busy:
+            if not busy or time.monotonic() > ends:
                 return
             wait([worker.pipe for worker in busy], timeout=1)
             for worker in [*busy]:
