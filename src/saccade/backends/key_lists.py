@@ -97,7 +97,7 @@ def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
 
 def listed_heads(lists: Selected, call: Call) -> int:
     """How many heads have lists, or share one with others, where programs are of key heads at most."""
-    return max(lists.lists.shape[1], call.k.shape[1])
+    return max(lists.lists.shape[-3], call.k.shape[1])
 
 
 def list_tile(call: Call) -> ListTile | None:
