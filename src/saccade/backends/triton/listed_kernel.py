@@ -124,9 +124,9 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
     else:
         index = number // size
         entry = tl.load(block.entries + index.to(tl.int64) * block.step, mask=index < block.length, other=-1)
-    named = (entry >= 0) & (entry < tl.cdiv(keys, size))
-    kv_idx = tl.where(named, entry, 0).to(tl.int32) * size + number - index * size
-    named = named & (kv_idx < keys)
+    entry = tl.where((entry >= 0) & (entry < tl.cdiv(keys, size)), entry, -1).to(tl.int32)
+    kv_idx = entry * size + number - index * size
+    named = (kv_idx >= 0) & (kv_idx < keys)
     seen = named[None, :]
     if block.bits is not None:
         if WHOLE:
