@@ -104,10 +104,13 @@ def list_tile(call: Call) -> ListTile | None:
     """How portable kernels gather the keys of lists: where few rows share a list that names few keys, so that tiles of
     rows would visit many more. None where they look lists up in a table."""
     layout = call.layout
-    whole = layout.rectangular or not (layout.has_pages or layout.starts_k is not None)
-    if (found := one_list(call)) is None or not (whole and call.q.numel() and call.k.numel()):
+    if (found := one_list(call)) is None or not (call.q.numel() and call.k.numel()) or layout.starts_k is not None:
         return None
-    lists, (_, _, s_k, d), d_v = found[0], call.k.shape, call.v.shape[3]
+    if layout.has_pages and (layout.num_splits or layout.shared_pages or call.keeps_tail or not layout.sequences):
+        return None
+    lists, d, d_v, s_k = found[0], call.k.shape[3], call.v.shape[3], layout.capacity(call.k.shape[2])
+    if call.k.dtype != call.q.dtype:
+        return None
     share, n = call.q.shape[1] // listed_heads(lists, call), lists.lists.shape[-1]
     if lists.rows >= TILE or n * lists.keys >= s_k or max(d, d_v) > 256 or call.dropout is not None or call.descale:
         return None

@@ -153,15 +153,15 @@ def test_gathered_keys(name):
 
 
 BLOCKS = {
-    "short": lambda: selected_blocks(lists(B, 2, 21, 3, blocks=7), 16),
-    "of 20 keys": lambda: selected_blocks(lists(B, 2, 21, 2, blocks=6), 20, torch.randint(0, 3, (B, 2, 21))) & causal(),
-    "shared by heads": lambda: selected_blocks(lists(1, 1, 21, 3, blocks=7), 16, torch.tensor([3, 2])) & window(50, 0),
-    "of query heads": lambda: selected_blocks(lists(B, 6, 7, 2, blocks=4), 32, rows=3),
-    "alone": lambda: selected_blocks(lists(B, 2, 11, 1, blocks=2), 64, rows=2),
-    "none": lambda: selected_blocks(torch.full((B, 2, 21, 3), -1), 16),
-    "hot": lambda: selected_blocks(torch.tensor([3, -1, 9], dtype=torch.int32).expand(B, 1, 21, 3), 16),
+    "short": lambda: selected_blocks(lists(B, 2, 9, 3, blocks=7), 16),
+    "of 20 keys": lambda: selected_blocks(lists(B, 2, 9, 2, blocks=6), 20, torch.randint(0, 3, (B, 2, 9))) & causal(),
+    "shared by heads": lambda: selected_blocks(lists(1, 1, 9, 3, blocks=7), 16, torch.tensor([3, 2])) & window(50, 0),
+    "of query heads": lambda: selected_blocks(lists(B, 6, 3, 2, blocks=4), 32, rows=3),
+    "alone": lambda: selected_blocks(lists(B, 2, 5, 1, blocks=2), 64, rows=2),
+    "none": lambda: selected_blocks(torch.full((B, 2, 9, 3), -1), 16),
+    "hot": lambda: selected_blocks(torch.tensor([3, -1, 9], dtype=torch.int32).expand(B, 1, 9, 3), 16),
     "predicate": lambda: (
-        selected_blocks(lists(B, 1, 21, 3, blocks=7), 16) & mask_mod(lambda b, h, i, j: (i + j) % 3 > 0)
+        selected_blocks(lists(B, 1, 9, 3, blocks=7), 16) & mask_mod(lambda b, h, i, j: (i + j) % 3 > 0)
     ),
 }
 
@@ -169,11 +169,11 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gathered_blocks(name):
     """Forward and gradients, from unions of rows' lists, and from inverted lists; a key head has three query heads."""
-    given = [torch.randn(B, h, s, d) for h, s, d in ((6, 21, D), (2, 110, D), (2, 110, 24))]
+    given = [torch.randn(B, h, s, d) for h, s, d in ((6, 9, D), (2, 110, D), (2, 110, 24))]
     mask = BLOCKS[name]()
-    dlse, sink = torch.randn(B, 6, 21), torch.randn(6)
+    dlse, sink = torch.randn(B, 6, 9), torch.randn(6)
     check(*given, mask=mask, dlse=dlse, sink=sink, score_mod=softcap(3.0), backend="triton").assert_ok()
-    layout = Dense("bhsd", torch.tensor([21, 4]), torch.tensor([110, 33]))
+    layout = Dense("bhsd", torch.tensor([9, 4]), torch.tensor([110, 33]))
     check(*given, mask=mask, layout=layout, deterministic=True, backend="triton").assert_ok()
 
 
@@ -184,3 +184,16 @@ def test_gathered_blocks_of_packed_sequences(rows):
     shape = (H_K, 29, 2) if rows == 1 else (4, H_K, 7, 2)
     mask = selected_blocks(lists(*shape, blocks=6), 20, torch.tensor([2, 1, 2, 0]), rows=rows)
     check(q, k, v, mask=mask & causal(), layout=layout, backend="triton").assert_ok()
+
+
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
+def test_gathered_blocks_of_pages(end_to_end):
+    """Pages are shorter than a block, and numbers beyond those of the cache are in places that no sequence uses."""
+    table = torch.tensor([[4, 0, 6, 5], [7, -9, 99, 1], [3, 5, 8, 99]])
+    used, cache = torch.tensor([60, 13, 48]), [torch.randn(9, 16, 2, d) for d in (D, 24)]
+    starts = torch.tensor([0, 3, 4, 8]) if end_to_end else None
+    q = torch.randn(9, 4, D) if end_to_end else torch.randn(3, 4, 4, D)
+    mask = selected_blocks(lists(*((2, 9, 2) if end_to_end else (3, 2, 4, 2)), blocks=3), 24)
+    assert "gathers" in str(explain(q, *cache, mask=mask, layout=Paged(table, used, starts), backend="triton").lists)
+    for also in (causal(), window(40, 3)):
+        check(q, *cache, mask=mask & also, layout=Paged(table, used, starts), backend="triton").assert_ok()
