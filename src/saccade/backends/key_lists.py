@@ -148,7 +148,11 @@ def explanation(call: Call, backend: str) -> str | None:
     if not (lists := _all_lists(call)) or backend == "reference":
         return None
     if backend == "triton" and gathers(call):
-        return "lists of keys: a program gathers the keys of a list, for the rows and heads that share it"
+        joined = list_tile(call)
+        rows = f", joined for {joined.rows} rows" if joined is not None and joined.entries else ""
+        whole = "too" if gathers(call, gradient=True) else "by a table of bits"
+        text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
+        return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"

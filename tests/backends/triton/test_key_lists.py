@@ -5,14 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, causal, explain, mask_mod, selected, selected_blocks, softcap, window
+from saccade import (
+    Dense,
+    Packed,
+    Paged,
+    alibi,
+    attention,
+    causal,
+    explain,
+    mask_mod,
+    selected,
+    selected_blocks,
+    softcap,
+    window,
+)
 from saccade.backends import block_sparsity
 from saccade.backends.device import block_lists
 from saccade.backends.device.key_lists import tabulated
+from saccade.backends.device.records import runtime_int
+from saccade.backends.triton import listed
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, And, Selected
 from saccade.testing.accuracy import check
-from tests.masks.test_selected import lists
+from tests.masks.test_selected import Unchecked, lists
 
 B, H_Q, H_K, S_Q, S_K, D = 2, 2, 1, 66, 70, 16
 
@@ -197,3 +212,64 @@ def test_gathered_blocks_of_pages(end_to_end):
     assert "gathers" in str(explain(q, *cache, mask=mask, layout=Paged(table, used, starts), backend="triton").lists)
     for also in (causal(), window(40, 3)):
         check(q, *cache, mask=mask & also, layout=Paged(table, used, starts), backend="triton").assert_ok()
+
+
+def test_inverted_lists():
+    """Each block has the lists that name it, in their order; hot ones and empty ones too."""
+    entries = lists(B, 2, 9, 3, blocks=7)
+    entries[0, 1, :, 0] = torch.where((entries[0, 1] == 4).any(-1), entries[0, 1, :, 0], 4)
+    mask, q, k = selected_blocks(entries, 16), torch.empty(B, 6, 9, D), torch.empty(B, 2, 110, D)
+    found = listed.inverted(listed.Work.of(Call(q, k, k, mask=mask), {}))
+    numbers, first = found.lists.tolist(), found.first.tolist()
+    for block in range(B * 2 * 7):
+        of_head = entries.flatten(0, 1)[block // 7]
+        wanted = [g for g in range(9) if block % 7 in of_head[g].tolist()]
+        assert numbers[first[block] : first[block + 1]] == wanted
+
+
+def test_a_block_that_is_listed_twice_counts_once():
+    """In unions, and in inverted lists; a list of one row counts each."""
+    q, k, v = (torch.randn(1, h, s, D).requires_grad_() for h, s in ((2, 9), (1, 110), (1, 110)))
+    once = lists(1, 1, 9, 3, blocks=7)
+    results = []
+    for entries in (once, torch.cat([once, once.flip(-1)], -1)):
+        mask = Unchecked(entries, None, 1, 16)
+        out = attention(q, k, v, mask=mask, backend="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def _wrong_unions(change):
+    def by_rows(work):
+        lists_of, unions, *common = BY_ROWS(work)
+        change(unions)
+        return lists_of, unions, *common
+
+    return {"Work.by_rows": by_rows}
+
+
+def _wrong_inverse(change):
+    return {"inverted": lambda work: change(INVERTED(work))}
+
+
+BY_ROWS, INVERTED = listed.Work.by_rows, listed.inverted
+WRONG = {
+    "all rows of a tile have its union": lambda: _wrong_unions(lambda x: x.bits.fill_(-1)),
+    "rows have the list of the next one": lambda: _wrong_unions(lambda x: x.bits.mul_(2)),
+    "the last entry of a union is left out": lambda: _wrong_unions(lambda x: x.count.sub_(1).clamp_(min=0)),
+    "the first entry for all": lambda: _wrong_unions(lambda x: x.entries.copy_(x.entries[:, :1].clone())),
+    "one row of a block is left out": lambda: _wrong_inverse(lambda x: x._replace(first=x.first - x.first.gt(0).int())),
+    "rows of the neighbour": lambda: _wrong_inverse(lambda x: x._replace(lists=(x.lists + 1) % 9)),
+    "blocks of head 0 for all": lambda: _wrong_inverse(lambda x: x._replace(stride_h=runtime_int(0))),
+    "blocks of batch row 0 for all": lambda: _wrong_inverse(lambda x: x._replace(stride_b=runtime_int(0))),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_of_blocks_are_rejected(name, monkeypatch):
+    given = [torch.randn(B, h, s, D) for h, s in ((4, 9), (2, 110), (2, 110))]
+    for place, wrong in WRONG[name]().items():
+        monkeypatch.setattr(f"saccade.backends.triton.listed.{place}", wrong)
+    with pytest.raises(AssertionError):
+        check(*given, mask=BLOCKS["short"](), backend="triton").assert_ok()
