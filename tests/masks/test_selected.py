@@ -251,6 +251,17 @@ def test_packed(backend, rows, heads):
             torch.testing.assert_close(lse[:, rows_at][None].double(), wanted[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_groups_of_rows_with_a_bound_that_nothing_reads(backend):
+    """`max_seqlen_q` may be a tensor, as engines have it."""
+    q, starts, entries = torch.randn(8, H_Q, D), torch.tensor([0, 3, 8]), lists(2, 1, 3, 2, blocks=5)
+    bound = Packed(starts, max_seqlen_q=torch.tensor(5))
+    wanted = attention(q, q, q, mask=selected(entries, rows=2), layout=Packed(starts), backend=backend)
+    assert torch.equal(attention(q, q, q, mask=selected(entries, rows=2), layout=bound, backend=backend), wanted)
+    with pytest.raises(ValueError, match=r"indices must be \(2 or 1, h, 3, n\) .*; got \(2, 1, 2, 2\)"):
+        attention(q, q, q, mask=selected(entries[:, :, :2], rows=2), layout=bound, backend=backend)
+
+
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

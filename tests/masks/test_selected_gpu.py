@@ -128,6 +128,25 @@ def test_latent_pages(h_q, s_q, size):
     ).assert_ok()
 
 
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize(("h_q", "h_k", "d"), [(64, 4, 128), (16, 4, 64), (8, 1, 256), (4, 4, 128), (6, 2, 96)])
+def test_gathered_blocks(h_q, h_k, d, size):
+    """Of groups of 16, 4, 8, 1 and 3 heads: dense, padded, packed and over pages."""
+    given, blocks = operands(h_q=h_q, h_k=h_k, s_q=260, d=d), -(-S_K // size)
+    mask = selected_blocks(on(B, h_k, 260, 4, blocks=blocks), size, lengths(4, B, h_k, 260))
+    check(*given, mask=mask & causal(), sink=torch.randn(h_q, device="cuda"), deterministic=True).assert_ok()
+    used = torch.tensor([260, 77], device="cuda"), torch.tensor([333, S_K], device="cuda")
+    check(*given, mask=mask, layout=Dense("bhsd", *used), score_mod=softcap(9.0)).assert_ok()
+    layout = Packed.from_lengths((100, 0, 130, 37), (300, 64, 700, 37), device="cuda")
+    q, k, v = (torch.randn(t, h, d, device="cuda").bfloat16() for t, h in ((267, h_q), (1101, h_k), (1101, h_k)))
+    mask = selected_blocks(on(h_k, 267, 4, blocks=blocks), size) & causal()
+    check(q, k, v, mask=mask, layout=layout).assert_ok()
+    cache = [torch.randn(90, 16, h_k, d, device="cuda").bfloat16() for _ in range(2)]
+    table = torch.randperm(90, device="cuda").view(2, 45).int()
+    layout = Paged(table, torch.tensor([700, 333], device="cuda"), torch.tensor([0, 130, 267], device="cuda").int())
+    check(q, *cache, mask=mask, layout=layout).assert_ok()
+
+
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
 @pytest.mark.parametrize("s_q", [1, 200])
 def test_pages(s_q, end_to_end):

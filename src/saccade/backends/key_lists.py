@@ -97,17 +97,20 @@ def one_list(call: Call) -> tuple[Selected, Mask | None] | None:
 
 def listed_heads(lists: Selected, call: Call) -> int:
     """How many heads have lists, or share one with others, where programs are of key heads at most."""
-    return max(lists.lists.shape[1], call.k.shape[1])
+    return max(lists.lists.shape[-3], call.k.shape[1])
 
 
 def list_tile(call: Call) -> ListTile | None:
     """How portable kernels gather the keys of lists: where few rows share a list that names few keys, so that tiles of
     rows would visit many more. None where they look lists up in a table."""
     layout = call.layout
-    whole = layout.rectangular or not (layout.has_pages or layout.starts_k is not None)
-    if (found := one_list(call)) is None or not (whole and call.q.numel() and call.k.numel()):
+    if (found := one_list(call)) is None or not (call.q.numel() and call.k.numel()) or layout.starts_k is not None:
         return None
-    lists, (_, _, s_k, d), d_v = found[0], call.k.shape, call.v.shape[3]
+    if layout.has_pages and (layout.num_splits or layout.shared_pages or call.keeps_tail or not layout.sequences):
+        return None
+    lists, d, d_v, s_k = found[0], call.k.shape[3], call.v.shape[3], layout.capacity(call.k.shape[2])
+    if call.k.dtype != call.q.dtype:
+        return None
     share, n = call.q.shape[1] // listed_heads(lists, call), lists.lists.shape[-1]
     if lists.rows >= TILE or n * lists.keys >= s_k or max(d, d_v) > 256 or call.dropout is not None or call.descale:
         return None
@@ -145,7 +148,11 @@ def explanation(call: Call, backend: str) -> str | None:
     if not (lists := _all_lists(call)) or backend == "reference":
         return None
     if backend == "triton" and gathers(call):
-        return "lists of keys: a program gathers the keys of a list, for the rows and heads that share it"
+        joined = list_tile(call)
+        rows = f", joined for {joined.rows} rows" if joined is not None and joined.entries else ""
+        whole = "too" if gathers(call, gradient=True) else "by a table of bits"
+        text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
+        return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"

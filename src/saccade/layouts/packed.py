@@ -222,6 +222,10 @@ class Packed(Layout):
         leaves = () if mask is None or self.starts_k is None else mask.leaves()
         if not error and (leaf := next((leaf for leaf in leaves if isinstance(leaf, Selected)), None)) is not None:
             return f"{leaf!r} counts the keys of whole sequences: not with ranges of keys (starts_k), pass cu_seqlens_k"
+        if isinstance(self.max_seqlen_q, Tensor) and mask is not None and mask.bounds_per_row:
+            # Of groups of rows there are as many lists as a number says that nothing reads.
+            s_q = _longest(None, self.cu_seqlens_q.diff, q.shape[0], self.cu_seqlens_q, unknown=0)
+            sizes = sizes._replace(s_q=s_q)
         return error or rows_error(mask, sizes, k.shape[1], q.shape[0], True)
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
@@ -291,14 +295,17 @@ class Packed(Layout):
         return f"Packed({self.sequences} sequences)"
 
 
-def _longest(bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: int, offsets: Tensor) -> int:
-    """The bound of the lengths; without one the longest length if the host knows it, else the number of rows."""
+def _longest(
+    bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: int, offsets: Tensor, unknown: int | None = None
+) -> int:
+    """The bound of the lengths; without one the longest length if the host knows it, else the number of rows, or
+    `unknown`."""
     if isinstance(bound, Tensor):
         return rows
     if bound is not None:
         return min(bound, rows)
     if torch.compiler.is_compiling() or offsets.device.type != "cpu" or not has_values(offsets) or offsets.shape[0] < 2:
-        return rows
+        return rows if unknown is None else unknown
     return min(max(int(lengths().max()), 0), rows)
 
 

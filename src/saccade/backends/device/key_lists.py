@@ -170,10 +170,12 @@ def list_at(args, b, head, group):
 
 @triton.jit
 def list_of_row(args, b, head, first, row):
-    """The same of rows of sequence b, whose first one is row `first` of those end to end. Rows that are not there have
-    the list of some other."""
+    """The same of rows of sequence b, whose first one is row `first` of those end to end. Rows without a list have an
+    empty one."""
     group = first + row if args.end_to_end else row // plain_int(args.rows)
-    return list_at(args, b, head, tl.maximum(tl.minimum(group, plain_int(args.groups) - 1), 0))
+    there = group < plain_int(args.groups)
+    entries, length = list_at(args, b, head, tl.where(there, group, 0))
+    return entries, tl.where(there, length, 0)
 
 
 @triton.jit

@@ -28,8 +28,9 @@ from saccade.backends.triton.listed_kernel import (
     listed_kernel,
     union_kernel,
 )
+from saccade.backends.triton.paged import page_table
 from saccade.call import Call
-from saccade.layouts import empty_like_rows
+from saccade.layouts import Paged, empty_like_rows
 from saccade.masks import Mask, Selected
 
 BLOCK = 64
@@ -62,7 +63,7 @@ class Work(NamedTuple):
     @property
     def programs(self) -> int:
         (b, h_q, s_q, _), (share, rows, _) = self.call.q.shape, self.tile
-        ragged = self.call.layout.ragged_keys
+        ragged = self.call.layout.cu_seqlens_q is not None
         blocks = positions.slots(self.call, 0, rows) if ragged else b * -(-s_q // rows)
         return h_q // share * blocks
 
@@ -71,11 +72,11 @@ class Work(NamedTuple):
         call = self.call
         device_mask = masks.device_args(call.replace(mask=self.others))
         records = *positions.spans(call, table), device_mask, scores.device_args(call)
-        return *records, call.q.shape[1], call.q.shape[2], call.k.shape[2], call.scale
+        return *records, call.q.shape[1], *positions.lengths(call), call.scale
 
     def by_rows(self) -> tuple[Any, ...]:
         """The arguments from `lists` on of kernels whose programs have rows."""
-        call, launches, ragged = self.call, self.launches, self.call.layout.ragged_keys
+        call, launches, ragged = self.call, self.launches, self.call.layout.cu_seqlens_q is not None
         common = self.common(positions.table(call, launches, 0, self.tile.rows) if ragged else None)
         lists = ListArgs.of(self.mask, call)
         if not self.tile.entries:
@@ -131,7 +132,10 @@ def forward_launch(
     call, target = work.call, TensorArgs.of(out)
     sink = None if call.sink is None else call.sink.contiguous()
     operands = (operand(call, work.launches, name) for name in ("q", "k", "v"))
-    return work.launch(listed_kernel, target, lse), (*operands, target, lse, top, sink, *by_rows)
+    layout, size = call.layout, call.k.shape[2]
+    pages = page_table(layout, call.k) if isinstance(layout, Paged) else None
+    tensors = *operands, target, lse, top, sink, pages, size, *by_rows
+    return work.launch(listed_kernel, target, lse), tensors
 
 
 def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

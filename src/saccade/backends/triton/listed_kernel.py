@@ -124,9 +124,9 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
     else:
         index = number // size
         entry = tl.load(block.entries + index.to(tl.int64) * block.step, mask=index < block.length, other=-1)
-    named = (entry >= 0) & (entry < tl.cdiv(keys, size))
-    kv_idx = tl.where(named, entry, 0).to(tl.int32) * size + number - index * size
-    named = named & (kv_idx < keys)
+    entry = tl.where((entry >= 0) & (entry < tl.cdiv(keys, size)), entry, -1).to(tl.int32)
+    kv_idx = entry * size + number - index * size
+    named = (kv_idx >= 0) & (kv_idx < keys)
     seen = named[None, :]
     if block.bits is not None:
         if WHOLE:
@@ -138,16 +138,19 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def key_rows(x, base, kv_idx, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows kv_idx [block_k] of one head, [block_k, BLOCK_D]; zero where they are not there."""
-    d = tl.arange(0, BLOCK_D)[None, :]
-    row = kv_idx.to(tl.int64) * plain_int(x.stride_s) * x.unit
-    return tl.load(base + row[:, None] + d, mask=there[:, None] & (d < D), other=0.0)
+def key_places(block, pages, size, kv_idx, there):
+    """Batch row, or page, and row of keys [block_k]; pages: a `PageTable` of pages of `size` keys, or None."""
+    if pages is None:
+        return block.batch, block.first_k + kv_idx
+    else:
+        table = pages.table + block.args.b.to(tl.int64) * plain_int(pages.stride)
+        page = tl.load(table + kv_idx // size, mask=there, other=0)
+        return tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1).to(tl.int64), kv_idx % size
 
 
 @triton.jit
 def head_rows(x, batch, h, row, live, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `row` of heads h, [block_q] each, [block_q, BLOCK_D]; zero where they are not live."""
+    """Rows [n], each of its batch row and head, [n, BLOCK_D]; zero where they are not live."""
     d = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(head(x, batch, h, row)[:, None] + d, mask=live[:, None] & (d < D), other=0.0)
 
@@ -160,10 +163,10 @@ def store_rows(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(pointers, value.to(x.ptr.dtype.element_ty), mask=block.there[:, None] & (d < D))
 
 
-@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+@triton.jit(do_not_specialize=["page_size", "h_q", "s_q", "s_k"])
 def listed_kernel(
-    q, k, v, out, lse, max_scores, sink, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    q, k, v, out, lse, max_scores, sink, pages, page_size, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k,
+    scale, shape, SHARE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """out, lse and max_scores of ROWS rows of SHARE heads, against the keys that their lists name."""
     block = list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, SHARE, ROWS)
@@ -173,16 +176,15 @@ def listed_kernel(
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
-    k_base = head(k, batch, block.h_k, block.first_k)
-    v_base = head(v, batch, block.h_k, block.first_k)
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
         kv_idx, named, seen = listed_keys(block, lists, start, shape, WHOLE)
-        k_tile = key_rows(k, k_base, kv_idx, named, shape.D, shape.BLOCK_D)
+        at, key = key_places(block, pages, page_size, kv_idx, named)
+        k_tile = head_rows(k, at, block.h_k, key, named, shape.D, shape.BLOCK_D)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
         x = masked_scores(qk, args, block.q_idx[:, None], kv_idx[None, :], True)
         x = tl.where(seen, x, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, score)
-        v_tile = key_rows(v, v_base, kv_idx, named, shape.D_V, shape.BLOCK_DV)
+        v_tile = head_rows(v, at, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
 
     store_largest(max_scores, block.offset, block.there, row_max, row_sum, score, live)
@@ -210,13 +212,12 @@ def listed_dq_kernel(
     row_lse = tl.load(shift + block.offset, mask=live, other=float("inf"))[:, None]
     row_delta = tl.load(delta + block.offset, mask=live, other=0.0)[:, None]
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
-    k_base = head(k, batch, block.h_k, block.first_k)
-    v_base = head(v, batch, block.h_k, block.first_k)
     q_idx = block.q_idx[:, None]
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
         kv_idx, named, seen = listed_keys(block, lists, start, shape, WHOLE)
-        k_tile = key_rows(k, k_base, kv_idx, named, shape.D, shape.BLOCK_D)
-        v_tile = key_rows(v, v_base, kv_idx, named, shape.D_V, shape.BLOCK_DV)
+        key = block.first_k + kv_idx
+        k_tile = head_rows(k, batch, block.h_k, key, named, shape.D, shape.BLOCK_D)
+        v_tile = head_rows(v, batch, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
         _, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], True)
