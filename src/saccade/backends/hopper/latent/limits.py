@@ -15,6 +15,8 @@ LEAST_ROWS = 17
 above, these tiles of 64 rows are faster than its, even half empty (notes/gluon_latent.md)."""
 
 
+LEAST_LISTS = 1024
+"""Rows of slots from which few heads are worth it: neighbouring rows share tiles."""
 MOST_ENTRIES = 1 << 30
 """Of the table of slots that lists of keys become: 4 GB."""
 
@@ -64,9 +66,9 @@ def refusals(call: Call) -> list[str]:
         reasons.append("has no dropout for latent attention")
     if not layout.has_pages and (lacking := _unlisted(call)) is not None:
         reasons.append(f"takes latent attention without pages for {lacking}")
-    rows = call.q.shape[2] * call.group
-    if rows < LEAST_ROWS and (isinstance(layout, SlotRows) or not listed(call)):
-        reasons.append(
-            f"takes latent attention of {LEAST_ROWS} query rows and more for each sequence and key head, not {rows}"
-        )
+    rows, slots = call.q.shape[2] * call.group, isinstance(layout, SlotRows)
+    if rows < LEAST_ROWS and (layout.sequences < LEAST_LISTS if slots else not listed(call)):
+        wanted = f"{LEAST_ROWS} query rows and more for each sequence and key head"
+        wanted += f", or {LEAST_LISTS} rows of slots" if slots else ""
+        reasons.append(f"takes latent attention of {wanted}, not {rows}")
     return reasons
