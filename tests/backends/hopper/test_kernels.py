@@ -17,6 +17,7 @@ from saccade import (
     Descale,
     Packed,
     Paged,
+    Unsupported,
     attention,
     bias,
     causal,
@@ -145,6 +146,15 @@ def test_shared_latent_lists(form: str, monkeypatch: pytest.MonkeyPatch) -> None
     with emulated():
         found = check(q, kv, kv[..., :512], backend="gluon", backward=False, return_max_scores=True, **given)
         found.assert_ok()
+
+
+def test_latent_lists_have_no_gradients() -> None:
+    q, kv = torch.randn(1, 2, 4, 576, dtype=torch.bfloat16), torch.randn(1, 1, 9, 576, dtype=torch.bfloat16)
+    mask = selected(torch.arange(8).view(1, 1, 4, 2))
+    with emulated():
+        assert str(explain(q, kv, kv[..., :512], mask=mask).lists).endswith("a program gathers those of a row")
+        with pytest.raises(Unsupported, match="gluon: has no gradients of latent attention with head dims 576/512"):
+            attention(q.requires_grad_(), kv, kv[..., :512], mask=mask)
 
 
 def test_slots_of_latent_keys() -> None:
