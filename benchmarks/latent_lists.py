@@ -3,7 +3,8 @@
     python -m benchmarks.latent_lists [--seconds 240] [--only prompts] [--flashmla LIBRARY] [--out rows.jsonl]
 
 Prompts: 4,096 rows that list 2,048 tokens of 8k to 64k; `local` lists share 80 % with the neighbouring row. Decoding:
-rows of sequences of 32k each, in pages of 64. Each result is first compared with a gather in float64. Calls are CUDA
+rows of sequences of 32k each, in pages of 64; `records`: over FP8 records of 656 bytes.
+Each result is first compared with a gather in float64. Calls are CUDA
 graphs in turns, with as many sets of lists as exceed the L2 cache. `bound` is the larger of what the bytes take at the
 copy's rate and what the products take at the matrix product's, over the time. FlashMLA's library is that of vLLM
 0.22.1's wheel, which torch 2.11 loads; it takes 64 heads or more, so queries are padded for it.
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.machine import Run
-from saccade import Dense, Paged, attention, selected
+from saccade import Dense, LatentCache, Paged, append_kv, attention, selected
 from saccade.testing.accuracy import worst_row_error
 from saccade.testing.timing import Clock, Timed, described, measure
 
@@ -56,7 +57,8 @@ class Cell(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        return 2.0 * self.rows * (TOKENS * D + self.heads * (D + D_V))
+        row = 656 if self.kind == "records" else 2 * D
+        return 1.0 * self.rows * (TOKENS * row + 2 * self.heads * (D + D_V))
 
 
 def cells() -> Iterator[Cell]:
@@ -67,6 +69,8 @@ def cells() -> Iterator[Cell]:
     yield from (Cell("decode", rows, heads, 32 << 10) for heads in (64, 8) for rows in (128, 32, 1))
     yield from (Cell("prompts", 4096, 128, tokens << 10) for tokens in (8, 64))
     yield Cell("prompts", 4096, 64, 32 << 10)
+    yield from (Cell("prompts", 4096, 8, 32 << 10, lists) for lists in ("random", "local"))
+    yield from (Cell("records", rows, 128, 32 << 10) for rows in (128, 32))
 
 
 def listed(rows: int, tokens: int, local: bool) -> Tensor:
@@ -108,12 +112,35 @@ def providers(cell: Cell, cache: Tensor, flashmla: bool) -> dict[str, Call]:
         found = op(q, cache.view(-1, 1, D), lists[:, None], D**-0.5, D_V, None, None, None)
         return found[0][:, : cell.heads]
 
+    if cell.kind == "records":
+        return of_records(cell, cache, flashmla)
     calls = {"slots": slots("auto"), "triton": slots("triton")}
     if cell.kind == "prompts":
         calls["selected"] = dense
     if flashmla:
         calls["flashmla"] = peer
     return calls
+
+
+def of_records(cell: Cell, cache: Tensor, flashmla: bool) -> dict[str, Call]:
+    """The same over FP8 records, whose rows `cache` has afterwards."""
+    size = cache.shape[0] * PAGE
+    records = LatentCache(torch.zeros(size // PAGE, PAGE, 656, device="cuda", dtype=torch.uint8), "v3.2")
+    for at in torch.arange(size, device="cuda").split(1 << 17):
+        rows = cache.view(-1, 1, D)[at]
+        append_kv(records, records, None, rows, None, slot_mapping=at)
+        cache.view(-1, D)[at] = records.rows(at, cache.dtype)
+    used = torch.full((cell.rows,), TOKENS, device="cuda", dtype=torch.int32)
+
+    def call(q: Tensor, lists: Tensor) -> Tensor:
+        return attention(q, records, records, layout=Paged(slots=lists, seqused_k=used))
+
+    def peer(q: Tensor, lists: Tensor) -> Tensor:
+        k = records.bytes[:, :, None]
+        op, nothing = torch.ops._flashmla_C.sparse_decode_fwd, (None,) * 7
+        return op(q[:, None], k, lists[:, None], *nothing, D_V, D**-0.5, None)[0][:, 0]
+
+    return {"records": call} | ({"flashmla": peer} if flashmla else {})
 
 
 def captured(call: Call, sets: list[tuple[Tensor, Tensor]]) -> Timed:
@@ -142,18 +169,18 @@ def _failed(name: str, problem: Exception) -> None:
 
 
 def run(cell: Cell, flashmla: bool, of: dict[str, float]) -> Iterator[dict[str, Any]]:
-    pool = cell.tokens * (cell.rows if cell.kind == "decode" else 1)
+    pool = cell.tokens * (cell.rows if cell.kind != "prompts" else 1)
     cache = torch.randn(pool // PAGE, PAGE, 1, D, device="cuda", dtype=torch.bfloat16)
     sets = []
     for _ in range(max(1, min(64, -int(-CACHES // cell.bytes)))):
         lists = listed(cell.rows, cell.tokens, cell.lists == "local")
-        if cell.kind == "decode":
+        if cell.kind != "prompts":
             lists += torch.arange(cell.rows, device="cuda", dtype=torch.int32)[:, None] * cell.tokens
         sets.append((torch.randn(cell.rows, cell.heads, D, device="cuda", dtype=torch.bfloat16), lists))
     at = torch.randperm(cell.rows, device="cuda")[:CHECKED]
+    calls, timed = providers(cell, cache, flashmla), {}
     wanted = exact(sets[0][0][at], cache, sets[0][1][at])
-    timed = {}
-    for name, call in providers(cell, cache, flashmla).items():
+    for name, call in calls.items():
         try:
             error = float(worst_row_error(call(*sets[0])[at], wanted, torch.finfo(torch.bfloat16).eps))
             if error <= 1:

@@ -26,7 +26,18 @@ LISTED_SPILL = 220
 def features() -> Iterator[str]:
     yield from (
         f"gluon latent 16bit d576/512 {words}"
-        for words in ("full", "causal", "causal gathered", "slots", "selected", "schedule", "merge", "merge slots")
+        for words in (
+            "full",
+            "causal",
+            "causal gathered",
+            "slots",
+            "shared",
+            "selected",
+            "selected groups",
+            "schedule",
+            "merge",
+            "merge shared",
+        )
     )
 
 
@@ -47,32 +58,37 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             s_q, mask = 2, causal()
     q, cache = torch.empty(4, 128, s_q, row.d, dtype=row.dtype), torch.empty(256, 1, size, row.d, dtype=row.dtype)
     layout = Paged(torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
-    lists = None
-    if "slots" in row.words or "selected" in row.words:
-        slots = torch.zeros(4, 512, dtype=torch.int32)
-        s_q, mask, layout = 1, ListedSlots(slots, 256), SlotRows(slots, slots[:, 0])
-        q, cache = q[:, :, :1], cache[:, :, :1]
-        if "selected" in row.words:
-            mask, layout, cache = selected(slots[:, None, None]) & causal(), Dense(), cache.view(4, 1, 64, row.d)
+    lists, listed = None, next((word for word in ("slots", "shared", "groups", "selected") if word in row.words), None)
+    if listed:  # of 16 heads each, a table for four rows
+        rows, heads = (4, 128) if listed == "slots" else (1024, 16)
+        slots = torch.zeros(rows, 512, dtype=torch.int32)
+        q, cache = torch.empty(rows, heads, 1, row.d, dtype=row.dtype), torch.empty(256, 1, 1, row.d, dtype=row.dtype)
+        s_q, mask, layout = rows, ListedSlots(slots, 256), SlotRows(slots, slots[:, 0])
+        if listed in ("selected", "groups"):
+            q, cache = q.transpose(0, 2), cache.transpose(0, 2)
+            mask, layout = selected(slots[None, None]) & causal(), Dense()
         call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
-        lists = SlotLists.empty(call)
-        if "selected" in row.words:
-            launched, arguments = lists.made(call, {})
-            return warmed(launched, arguments), 0
-        mask, cache = None, lists.cache
-    call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask, max_scores=lists is not None)
+        lists = SlotLists.empty(call, listed != "slots")
+        if row.words[0] == "selected":
+            first, last = lists.made(call, {}, lists.empty_members(q.device))
+            return warmed(*(last if listed == "groups" else first)), 0
+        q, cache = q.transpose(0, 2), lists.cache
+        call = call.replace(q=q, mask=None, max_scores=True)
+    else:
+        call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
     cut = launch.Cut.of(call, 132, lists)
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
-    top = torch.empty(4, 128, s_q) if call.max_scores else None
+    lse = TensorArgs.of(torch.empty(*q.shape[:3], 1))
+    top = lse if call.max_scores else None
     if row.words[0] == "schedule":
         numbers = schedule, *positions.spans(call), masks.device_args(call), s_q, 4096
         return warmed(launch.scheduling({}, cut), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
-        tensors = *parts, out, torch.empty(4, 128, s_q), top, sink, schedule, 128, s_q
+        tensors = *parts, out, lse, top, sink, schedule, 128, s_q
         return warmed(launch.merging(call, {}, cut), tensors), 0
     kernel = launch.prepare(call, cut, cache)
-    results = TensorArgs.of(call.empty_out()), torch.empty(4, 128, s_q), top, *parts, None
+    results = TensorArgs.of(call.empty_out()), lse, top, *parts, None
     pages, mask = launch.pages_of(call, lists), masks.device_args(call)
     mask = mask._replace(all_tiles=FLAGS[call.mask is not None and call.mask.block_sparse])
     given = launch.arguments(cache, results, schedule, positions.spans(call), pages, mask, score_args(call))

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from saccade.call import Call
+from saccade.layouts.slots import rows_apart
 from saccade.masks import TILE, And, Mask, Selected
+from saccade.scores import Traced
 
 MOST_BYTES = 1 << 32
 """Of a table: 128 K rows of one head, of as many keys each, take half of it."""
@@ -56,6 +58,8 @@ class ListTile(NamedTuple):
 
 MOST_ROWS = 128
 """Rows of a program that gathers the keys of a list, those of all heads that share it."""
+MOST_ENTRIES = 1 << 30
+"""Of the table of slots that lists of latent keys become: 4 GB."""
 UNION_ROWS = 64
 """The same where lists of neighbouring rows are joined; a bit for each of 32 rows says whose list has an entry."""
 MOST_SORTED = 2048
@@ -130,6 +134,24 @@ def gathers(call: Call, gradient: bool = False) -> bool:
     return lists[0].keys >= LEAST_KEYS and (score is None or not score.tensors)
 
 
+def row_lists_obstacle(call: Call) -> str | None:
+    """Why no kernel gathers the keys of lists for each row and all heads, or None."""
+    found = one_list(call)
+    if found is None:
+        return "one list of keys, beside other masks by &"
+    lists, others = found
+    entries = call.q.shape[0] * call.q.shape[2] * lists.lists.shape[-1] * lists.keys
+    if lists.end_to_end or call.layout.cu_seqlens_q is not None:
+        return "lists of keys for equally many queries of each sequence, not end to end"
+    if lists.lists.shape[1] != 1 or (others is not None and "h" in others.indices):
+        return "lists of keys that all heads share"
+    if isinstance(call.score, Traced) and "kv_idx" in call.score.program.inputs:
+        return "lists of keys with functions of scores that do not depend on kv_idx"
+    if entries > MOST_ENTRIES:
+        return f"lists of up to {MOST_ENTRIES} entries in all, not {entries}"
+    return None if rows_apart(call.k.transpose(1, 2)) is not None else "keys whose batch rows are whole rows apart"
+
+
 def _lists(masks: Iterable[Mask]) -> list[Selected]:
     return [mask for mask in masks if isinstance(mask, Selected)]
 
@@ -153,6 +175,8 @@ def explanation(call: Call, backend: str) -> str | None:
         whole = "too" if gathers(call, gradient=True) else "by a table of bits"
         text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
         return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
+    if backend == "gluon" and call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None:
+        return "lists of keys: each call makes slots of them, 4 bytes an entry, and a program gathers those of a row"
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"

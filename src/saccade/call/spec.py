@@ -58,7 +58,7 @@ class Spec:
     offsets: bool = False
     """Rows and keys have positions, `q_offset` and `k_offset`."""
     latent: bool = False
-    """Values are the first columns of the keys in pages, by being a view of them."""
+    """Values are the first columns of the keys that pages or lists name, by being a view of them."""
     aligned: bool = False
     """Pointers and strides of q, k and v are multiples of 16 bytes, as bulk copies need them."""
     device: str = "cpu"

@@ -56,7 +56,7 @@ class Paged(Layout):
         slots: the rows of the cache that each query row sees, instead of block_table: (b, s_q, n) int32 or int64 with
             seqused_k (b, s_q), or (t_q, n) and (t_q,) for queries (t_q, h_q, d). Slot `n` is row `n % page_size` of
             page `n // page_size`, as in `append_kv`, for all heads. The first seqused_k slots of a row count. Slots
-            outside of the cache are ignored, and repeated ones count again. Such calls have no mask, offsets or
+            outside of the cache are ignored, and repeated ones count once or again. Such calls have no mask, offsets or
             shared_pages, and no functions of b, q_idx or kv_idx.
 
     Raises:

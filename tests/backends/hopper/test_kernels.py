@@ -17,6 +17,7 @@ from saccade import (
     Descale,
     Packed,
     Paged,
+    Unsupported,
     attention,
     bias,
     causal,
@@ -29,9 +30,11 @@ from saccade import (
     window,
 )
 from saccade.backends import hopper as gluon
+from saccade.backends.device import slot_lists
 from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
 from saccade.backends.hopper.forward import config
+from saccade.backends.hopper.latent import limits
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
@@ -122,6 +125,36 @@ def test_lists_of_latent_rows(form: str) -> None:
     with emulated():
         given = {"mask": mask, "layout": layout, "sink": torch.randn(3), "return_max_scores": True}
         check(q, kv, kv[..., :512], backend="gluon", backward=False, **given).assert_ok()
+
+
+@pytest.mark.parametrize("form", ["slots", "causal", "batch"])
+def test_shared_latent_lists(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows of 16 heads share a tile, the last group has fewer; of slots, NaN is in those that no row lists."""
+    monkeypatch.setattr(slot_lists, "LEAST_ROWS", 1)
+    monkeypatch.setattr(limits, "LEAST_LISTS", 1)
+    torch.manual_seed(0)
+    b, s_q, s_k = 2 if form == "batch" else 1, 7, 150
+    q, kv = torch.randn(b, s_q, 16, 576, dtype=torch.bfloat16), torch.randn(b, s_k, 1, 576, dtype=torch.bfloat16)
+    lists = torch.rand(b, 1, s_q, s_k + 20).argsort(-1)[..., :70] - 10
+    used = torch.randint(0, 71, lists.shape[:-1])
+    given = {"mask": selected(lists, used), "layout": Dense("bshd")}
+    if form == "causal":
+        given["mask"] = given["mask"] & causal()
+    elif form == "slots":
+        kv[:, :9], lists = torch.nan, torch.where(lists < 9, -1, lists)
+        q, given = q[0], {"layout": Paged(slots=lists[0, 0], seqused_k=used[0, 0])}
+    with emulated():
+        found = check(q, kv, kv[..., :512], backend="gluon", backward=False, return_max_scores=True, **given)
+        found.assert_ok()
+
+
+def test_latent_lists_have_no_gradients() -> None:
+    q, kv = torch.randn(1, 2, 4, 576, dtype=torch.bfloat16), torch.randn(1, 1, 9, 576, dtype=torch.bfloat16)
+    mask = selected(torch.arange(8).view(1, 1, 4, 2))
+    with emulated():
+        assert str(explain(q, kv, kv[..., :512], mask=mask).lists).endswith("a program gathers those of a row")
+        with pytest.raises(Unsupported, match="gluon: has no gradients of latent attention with head dims 576/512"):
+            attention(q.requires_grad_(), kv, kv[..., :512], mask=mask).sum().backward()
 
 
 def test_slots_of_latent_keys() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Paged, attention, causal, explain
+from saccade import Dense, LatentCache, Paged, append_kv, attention, causal, explain, selected
 from saccade.backends.hopper.latent import launch
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -163,6 +163,51 @@ def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(2, 1, 128, 576, device="cuda").bfloat16()
     report = check(q, cache, cache[..., :512], layout=layout, backend="gluon")
     assert (report.ratio <= 1) == (fault is _nothing), report
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 64, 128])
+def test_lists_of_rows(heads: int) -> None:
+    """Rows of few heads share tiles from 1,024 rows on; of 64 heads and more they do not. Slots are the same lists."""
+    torch.manual_seed(heads)
+    b, s_q, s_k, n = 2, 601, 900, 130
+    q = torch.randn(b, s_q, heads, 576, device="cuda").bfloat16()
+    kv = torch.randn(b, s_k, 1, 576, device="cuda").bfloat16()
+    lists = torch.rand(b, 1, s_q, s_k + 100, device="cuda").argsort(-1)[..., :n].int() - 50
+    used = torch.randint(0, n + 1, (b, 1, s_q), device="cuda").int()
+    layout, sink = Dense("bshd", torch.tensor([601, 77], device="cuda")), torch.randn(heads, device="cuda")
+    given = {"sink": sink, "return_max_scores": True, "backend": "gluon", "backward": False}
+    for mask in (selected(lists, used), selected(lists, used) & causal()):
+        check(q, kv, kv[..., :512], mask=mask, layout=layout, **given).assert_ok()
+    one = attention(q, kv, kv[..., :512], mask=selected(lists, used), layout=Dense("bshd"), backend="gluon")
+    start = torch.arange(b, device="cuda").view(b, 1, 1) * s_k
+    slots = torch.where((lists[:, 0] >= 0) & (lists[:, 0] < s_k), lists[:, 0] + start, -1)
+    layout = Paged(slots=slots, seqused_k=used[:, 0])
+    out = attention(q, kv, kv[..., :512], layout=layout, return_lse=True)
+    assert explain(q, kv, kv[..., :512], layout=layout).backend == "gluon"
+    torch.testing.assert_close(out.out, one, rtol=2**-7, atol=2**-7)
+    compiled = torch.compile(attention, fullgraph=True)(q, kv, kv[..., :512], layout=layout, return_lse=True)
+    assert torch.equal(compiled.lse, out.lse)
+
+
+@pytest.mark.parametrize(("form", "size", "d"), [("v3.2", 656, 576), ("v4", 584, 512)])
+def test_records(form: str, size: int, d: int) -> None:
+    """As on a CPU, in a graph too, where another row is written in each replay."""
+    torch.manual_seed(0)
+    cache = LatentCache(torch.zeros(9, 64, size, dtype=torch.uint8, device="cuda"), form)
+    rows, slots = torch.randn(500, 1, d, device="cuda").bfloat16(), torch.randperm(576, device="cuda")[:500]
+    slots[::7] = -1
+    append_kv(cache, cache, None, rows, None, slot_mapping=slots)
+    other = LatentCache(torch.zeros(9, 64, size, dtype=torch.uint8), form)
+    append_kv(other, other, None, rows.cpu(), None, slot_mapping=slots.cpu())
+    assert torch.equal(cache.bytes.cpu(), other.bytes)
+    listed = torch.rand(3, 1, 576, device="cuda").argsort(-1)[..., :100]
+    layout, q = Paged(slots=listed, seqused_k=torch.full((3, 1), 100, device="cuda")), rows[:192].view(3, 1, 64, d)
+    wide = cache.rows(None, q.dtype).view(9, 64, 1, d)
+
+    def over_records(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        return attention(q, cache, cache, **keywords)
+
+    check(q, wide, wide[..., :512], layout=layout, function=over_records).assert_ok()
 
 
 def test_what_is_refused_names_what_would_work() -> None:

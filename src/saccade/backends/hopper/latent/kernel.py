@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import head
 from saccade.backends.hopper.forward.epilogue import weights_of_rows
 from saccade.backends.hopper.forward.scores import (
@@ -70,6 +71,25 @@ class PartTiles:
     """what it is counted as"""
     core: gl.tensor
     core_end: gl.tensor
+    shared: Value
+    """where the table is that ROWS rows share, and ROWS; or ()"""
+
+
+@gluon.jit
+def shared_table(args, number):
+    """`PartTiles.shared` of a group of rows."""
+    if args.shape.LISTED and args.shape.ROWS > 1:
+        return args.pages.table + number.to(gl.int64) * plain_int(args.pages.stride), args.shape.ROWS
+    else:
+        return ()
+
+
+@gluon.jit
+def of_those_that_see(s, tiles, tile):
+    """The scores of the keys that each row of a shared table sees, by the entries' low bits."""
+    kv_idx = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
+    entry = gl.load(tiles.shared[0] + kv_idx, mask=kv_idx < tiles.rows.keys, other=0)[None, :]
+    return gl.where((entry >> (tiles.rows.q_idx % tiles.shared[1])[:, None]) & 1 != 0, s, float("-inf"))
 
 
 @gluon.jit
@@ -121,7 +141,9 @@ def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
     rows = tiles.rows
     tile = tiles.first + n - tiles.n
     s = rows.apply_score(s, tile, (), ())
-    if (tile < tiles.core) | (tile >= tiles.core_end):
+    if len(tiles.shared) > 0:
+        s = of_those_that_see(s, tiles, tile)
+    elif (tile < tiles.core) | (tile >= tiles.core_end):
         s = rows.apply_mask(s, tile, rows.rule.mask.has_lower_bound)
     weights, alpha, row_max = rows.softmax_weights(s, tile, row_max, ())
     p = weights.to(pipe.latent.dtype)
@@ -211,13 +233,13 @@ def store_whole(c: gl.constexpr, args, tile, rows, state, total):
     there = (rows.q_idx < args.s_q) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     live = there & (rows.q_idx < rows.rows)
     weight, lse, top = weights_of_rows(state.row_max, total, rows, args.sink, live)
+    b = rows.b.to(gl.int64)
     if c == 0:
-        offset = (rows.b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + rows.q_idx
         if args.lse is not None:
-            gl.store(args.lse + offset, lse, mask=there)
+            gl.store(head(args.lse, b, rows.h, rows.q_idx), lse, mask=there)
         if args.max_scores is not None:
-            gl.store(args.max_scores + offset, top, mask=there)
-    pointers = gl.convert_layout(head(args.out, rows.b.to(gl.int64), rows.h, rows.q_idx), gl.SliceLayout(1, layout))
+            gl.store(head(args.max_scores, b, rows.h, rows.q_idx), top, mask=there)
+    pointers = gl.convert_layout(head(args.out, b, rows.h, rows.q_idx), gl.SliceLayout(1, layout))
     column = c * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))
     there = gl.convert_layout(there, gl.SliceLayout(1, layout))[:, None]
     out = shrunk(state.acc, weight).to(args.out.ptr.dtype.element_ty)
@@ -241,7 +263,8 @@ def consume(c: gl.constexpr, args, pipe):
         rows = score_rows(args, rule, tile, number, pipe.queries.get(at, ROWS_USED), pipe.queries.get(at, KEYS))
         end = begin + pipe.queries.get(at, TILES)
         first, part, whole = pipe.queries.get(at, FIRST), pipe.queries.get(at, PART), pipe.queries.get(at, WHOLE)
-        tiles = PartTiles(rows, first, begin, pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END))
+        core, core_end = pipe.queries.get(at, CORE), pipe.queries.get(at, CORE_END)
+        tiles = PartTiles(rows, first, begin, core, core_end, shared_table(args, number))
         state = PartState(
             gl.zeros([64, 256], gl.float32, product_layout(256, pipe.latent.dtype)),
             gl.full([64], LEAST, gl.float32, gl.SliceLayout(1, s_layout)),
@@ -291,7 +314,7 @@ class LatentShape(NamedTuple):
     ROWS: Any
     """of the 64 rows those of one head"""
     LISTED: Any
-    """whether each row is a sequence, with slots of its own"""
+    """whether each row, or group of ROWS rows, is a sequence, with slots of its own"""
     REGISTERS: Any
     LOADER_REGISTERS: Any
 

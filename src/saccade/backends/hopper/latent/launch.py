@@ -26,6 +26,7 @@ from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call, aligned
+from saccade.layouts import SlotRows
 
 BLOCK_K = 64
 
@@ -44,19 +45,20 @@ class Cut:
     """programs for each of them, for the keys of all sequences together"""
 
     listed: bool
-    """Each row is a sequence, and has slots of its own."""
+    """Each row, or group of rows, is a sequence, and has slots of its own."""
     sequences: int
     capacity: int
     """of keys, of a sequence"""
 
     @staticmethod
     def of(call: Call, processors: int, lists: SlotLists | None) -> Cut:
-        h_k, s_q, group = call.k.shape[1], 1 if lists else call.q.shape[2], call.group
+        h_k, s_q, group = call.k.shape[1], lists.rows if lists else call.q.shape[2], call.group
 
         def packs(rows: int) -> tuple[int, int]:
             return -(-group // (64 // rows)), -(-s_q // rows)
 
         rows = min((1, 2, 4, 8, 16, 32, 64), key=lambda rows: packs(rows)[0] * packs(rows)[1])
+        rows = lists.rows if lists else rows
         tiles = h_k * packs(rows)[0] * packs(rows)[1]
         layout = call.layout
         keys = lists.table.shape if lists else (layout.sequences, layout.capacity(call.k.shape[2]))
@@ -68,25 +70,26 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
     layout = call.layout
     if not aligned(call.q):  # which the Spec of a cache leaves open
         call = call.replace(q=padded(launches, call.q))
-    q = call.q
-    out, row_lse, top = call.empty_out(), per_row(call, lse), per_row(call, call.max_scores)
+    results = out, row_lse, top = call.empty_out(), per_row(call, lse), per_row(call, call.max_scores)
     if (layout.has_pages and not layout.sequences) or not layout.capacity(call.k.shape[2]) or not call.k.numel():
         return out.zero_(), nothing_seen(row_lse), nothing_seen(top)
     if not out.numel():
-        return out, row_lse, top
-    with on_device(q):
+        return results
+    with on_device(call.q):
         lists, cache, spans = None, call.k, positions.spans(call)
         if limits.listed(call):
-            lists = SlotLists.of(call, launches)
+            lists = SlotLists.of(call, launches, shares=True)
             cache, spans = lists.cache, (spans[0], spans_of(None, lists.used))
             call = call.replace(mask=None)
-        call = tabulated(call, launches)
+            if isinstance(layout, SlotRows):  # one batch row, in which rows are neighbours
+                call, out = call.replace(q=call.q.transpose(0, 2)), out.transpose(0, 2)
+        call, q = tabulated(call, launches), call.q
         cut = launches.get("latent cut")
         if cut is None:
             cut = launches["latent cut"] = Cut.of(call, multiprocessors(q.device), lists)
         block_sparse = call.mask is not None and call.mask.block_sparse
         score, mask = score_args(call), masks.device_args(call)._replace(all_tiles=FLAGS[block_sparse])
-        target = TensorArgs.of(out)
+        target, rows = TensorArgs.of(out), [_of_rows(x, out.shape) for x in (row_lse, top)]
         sink = None if call.sink is None else call.sink.contiguous()
         # What is compiled for, and the Call's key does not hold.
         key = "latent", lse, target.unit.value, score.identity.value, score.linear.value, score.large_scores.value
@@ -96,13 +99,19 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         index, schedule, parts = q.device.index, empty_schedule(call, cut), empty_parts(call, cut)
         sizes = (None, spans[1], mask, 1) if cut.listed else (*spans, mask, q.shape[2])
         scheduling(launches, cut)(index, (schedule, *sizes, cut.capacity))
-        results = target, row_lse, top, *parts, sink
-        given = arguments(cache, results, schedule, spans, pages_of(call, lists), mask, score)
+        given = arguments(cache, (target, *rows, *parts, sink), schedule, spans, pages_of(call, lists), mask, score)
         launch(index, (q, cache), given, call.scale)
         if cut.lines > 1:
-            tensors = *parts, target, row_lse, top, sink, schedule, *q.shape[1:3]
+            tensors = *parts, target, *rows, sink, schedule, *q.shape[1:3]
             merging(call, launches, cut, (lse, target.unit.value))(index, tensors)
-    return out, row_lse, top
+    return results
+
+
+def _of_rows(x: Tensor | None, shape: torch.Size) -> TensorArgs | None:
+    """A number of each row, (b, h_q, s_q), where out has this shape."""
+    if x is None:
+        return None
+    return TensorArgs.of((x if x.shape == shape[:3] else x.transpose(0, 2))[..., None])
 
 
 def pages_of(call: Call, lists: SlotLists | None) -> load.Pages | None:
@@ -138,7 +147,7 @@ def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ())
         by_line = cut.sequences > cut.lines - 1
         splits = 1 << (cut.lines - 1).bit_length()
         constants = call.group, cut.rows, call.v.shape[3], splits, chunk, cut.listed, by_line
-        rows = call.q.shape[1] * (1 if cut.listed else call.q.shape[2])
+        rows = call.q.shape[1] * (cut.rows if cut.listed else call.q.shape[2])
         grid = rows * (cut.lines - 1 if by_line else cut.sequences), 1, 1
         return Launch(merge_kernel, grid, constants, warps, stages=1)
 

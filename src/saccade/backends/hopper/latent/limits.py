@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from saccade.backends.key_lists import one_list
+from saccade.backends.key_lists import row_lists_obstacle
 from saccade.call import Call
 from saccade.layouts import SlotRows
-from saccade.layouts.slots import rows_apart
-from saccade.scores import Traced
 
 DIMS = 576, 512
 """d and d_v: what DeepSeek's models keep of a token."""
@@ -15,8 +13,8 @@ LEAST_ROWS = 17
 above, these tiles of 64 rows are faster than its, even half empty (notes/gluon_latent.md)."""
 
 
-MOST_ENTRIES = 1 << 30
-"""Of the table of slots that lists of keys become: 4 GB."""
+LEAST_LISTS = 1024
+"""Rows of slots from which few heads are worth it: neighbouring rows share tiles."""
 
 
 def applies(call: Call) -> bool:
@@ -27,25 +25,7 @@ def applies(call: Call) -> bool:
 
 def listed(call: Call) -> bool:
     """Whether each row has its own list of keys, which are gathered."""
-    return isinstance(call.layout, SlotRows) or not _unlisted(call)
-
-
-def _unlisted(call: Call) -> str | None:
-    """Why keys are not gathered by lists, or None."""
-    found = one_list(call)
-    if found is None:
-        return "one list of keys, beside other masks by &"
-    lists, others = found
-    entries = call.q.shape[0] * call.q.shape[2] * lists.lists.shape[-1] * lists.keys
-    if lists.end_to_end or call.layout.cu_seqlens_q is not None:
-        return "lists of keys for equally many queries of each sequence, not end to end"
-    if lists.lists.shape[1] != 1 or (others is not None and "h" in others.indices):
-        return "lists of keys that all heads share"
-    if isinstance(call.score, Traced) and "kv_idx" in call.score.program.inputs:
-        return "lists of keys with functions of scores that do not depend on kv_idx"
-    if entries > MOST_ENTRIES:
-        return f"lists of up to {MOST_ENTRIES} entries in all, not {entries}"
-    return None if rows_apart(call.k.transpose(1, 2)) is not None else "keys whose batch rows are whole rows apart"
+    return isinstance(call.layout, SlotRows) or row_lists_obstacle(call) is None
 
 
 def refusals(call: Call) -> list[str]:
@@ -62,11 +42,11 @@ def refusals(call: Call) -> list[str]:
         reasons.append(f"splits the keys of latent attention by itself: not with num_splits={layout.num_splits}")
     if call.dropout is not None:
         reasons.append("has no dropout for latent attention")
-    if not layout.has_pages and (lacking := _unlisted(call)) is not None:
+    if not layout.has_pages and (lacking := row_lists_obstacle(call)) is not None:
         reasons.append(f"takes latent attention without pages for {lacking}")
-    rows = call.q.shape[2] * call.group
-    if rows < LEAST_ROWS and (isinstance(layout, SlotRows) or not listed(call)):
-        reasons.append(
-            f"takes latent attention of {LEAST_ROWS} query rows and more for each sequence and key head, not {rows}"
-        )
+    rows, slots = call.q.shape[2] * call.group, isinstance(layout, SlotRows)
+    if rows < LEAST_ROWS and (layout.sequences < LEAST_LISTS if slots else not listed(call)):
+        wanted = f"{LEAST_ROWS} query rows and more for each sequence and key head"
+        wanted += f", or {LEAST_LISTS} rows of slots" if slots else ""
+        reasons.append(f"takes latent attention of {wanted}, not {rows}")
     return reasons

@@ -130,7 +130,7 @@ class Seesaw:
 # A part is what a line and a sequence have in common, unless it is all of the sequence: the first of a line, or its
 # last one, which begins inside of it. Every sequence has a tile at least, so that the next one follows it in the row.
 #
-# Where rows have lists of keys, each row is a sequence.
+# Where rows have lists of keys, each row is a sequence, or each group of rows that share a table.
 
 
 class Schedule(NamedTuple):
@@ -235,7 +235,7 @@ def merge_kernel(
     """
     PACK: tl.constexpr = 64 // ROWS
     PACKS: tl.constexpr = (GROUP + PACK - 1) // PACK
-    count = 1 if LISTED else s_q
+    count = ROWS if LISTED else s_q
     number = tl.program_id(0).to(tl.int64)
     row = (number % count).to(tl.int32)
     h = (number // count % h_q).to(tl.int32)
@@ -261,8 +261,11 @@ def merge_kernel(
     if count == 1:
         return
     if LISTED:
-        row = b % s_q
-        b = b // s_q
+        groups = tl.cdiv(s_q, ROWS)
+        row += b % groups * ROWS
+        b = b // groups
+        if row >= s_q:
+            return
     # [SPLITS]
     i = tl.arange(0, SPLITS)
     row_of_parts = (first.to(tl.int64) * 2 * tiles + tile) * 64 + within
@@ -294,13 +297,12 @@ def merge_kernel(
         + row.to(tl.int64) * plain_int(out.stride_s)
     ) * out.unit  # fmt: skip
     tl.store(base + column_v, acc.to(out.ptr.dtype.element_ty))
-    offset = (b.to(tl.int64) * h_q + h) * s_q + row
     if lse is not None:
-        tl.store(lse + offset, tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
+        tl.store(head(lse, b.to(tl.int64), h, row), tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
     if max_scores is not None:
         tops = tl.load(part_max + places, mask=there_are, other=float("-inf"))
         broken = tl.max((tops != tops).to(tl.int32), 0) > 0
-        tl.store(max_scores + offset, tl.where(broken, float("nan"), tl.max(tops, 0)))
+        tl.store(head(max_scores, b.to(tl.int64), h, row), tl.where(broken, float("nan"), tl.max(tops, 0)))
 
 
 @triton.jit
@@ -355,7 +357,8 @@ def gathers(page_size):
 def place_of(args, number, row):
     """Batch row and query row of a sequence's row."""
     if args.shape.LISTED:
-        return number // args.s_q, number % args.s_q + row
+        groups = gl.cdiv(args.s_q, args.shape.ROWS)
+        return number // groups, number % groups * args.shape.ROWS + row
     else:
         return number, row
 
@@ -472,6 +475,8 @@ def gather_tile(args, pipe, h_k, page, n, start, keys):
     # [64]
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
+    if args.shape.LISTED and args.shape.ROWS > 1:
+        page = page >> args.shape.ROWS
     known = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1)
     pointers = head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
     gather_half(pipe, n, pointers, there, n % 2, 0)
