@@ -111,8 +111,10 @@ def locate_packed(
 
 
 def section_size(heads: int, packs: int, kv_bytes: int) -> int:
-    """Heads whose keys and values fit L2 together; those that share keys count once."""
-    return min(heads, max(1, L2_BYTES // max(kv_bytes, 1)) * packs)
+    """Heads whose keys and values fit L2 together, in sections of equal size; those that share keys count once."""
+    key_heads = heads // packs
+    sections = -(-key_heads // max(1, L2_BYTES // max(kv_bytes, 1)))
+    return -(-key_heads // sections) * packs
 
 
 # Work items: the numbers by which the producer tells the consumers what to do, and how a consumer reads them.
