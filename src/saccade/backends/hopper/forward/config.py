@@ -206,8 +206,8 @@ def formula(d: int, d_v: int) -> ForwardConfig:
             return config
     registers = (232, 40) if block_dv(d_v) <= 128 else (240, 32)
     for block_k in (128, 64) if block_dv(d_v) <= 128 else (64,):
-        for slots in (2, 1):
-            config = ForwardConfig(2, block_k, 2, slots, 0, *registers)
+        for slots, own_out in ((2, 0), (1, block_dv(d_v) // 2), (1, 0)):
+            config = ForwardConfig(2, block_k, 2, slots, 0, *registers, out_columns=own_out)
             if shared_bytes(d, d_v, config) <= SHARED_BYTES - 1024:
                 return config
     raise AssertionError(f"no schedule for head dims {d} and {d_v}")

@@ -46,12 +46,21 @@ class TileScheduler:
 
         Within a section of heads the last rows come first: under a causal mask they take longest.
         """
-        number = item // (self.blocks * self.section)
+        number = quotient(item, self.blocks * self.section)
         rest = item - number * (self.blocks * self.section)
         size = gl.minimum(self.section, self.heads - number * self.section)
-        head = number * self.section + rest % size
-        row = (self.blocks - 1 - rest // size) * ROWS
-        return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
+        block = quotient(rest, size)
+        head = number * self.section + rest - block * size
+        row = (self.blocks - 1 - block) * ROWS
+        key_head = quotient(head, self.packs)
+        b = quotient(key_head, self.h_k)
+        return b, key_head - b * self.h_k, (head - key_head * self.packs) * PACK, row
+
+
+@gluon.jit
+def quotient(a, b):
+    """a // b of int32 that are not negative, which takes fewer instructions than one of signed numbers."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
 
 
 @gluon.jit
@@ -102,8 +111,10 @@ def locate_packed(
 
 
 def section_size(heads: int, packs: int, kv_bytes: int) -> int:
-    """Heads whose keys and values fit L2 together; those that share keys count once."""
-    return min(heads, max(1, L2_BYTES // max(kv_bytes, 1)) * packs)
+    """Heads whose keys and values fit L2 together, in sections of equal size; those that share keys count once."""
+    key_heads = heads // packs
+    sections = -(-key_heads // max(1, L2_BYTES // max(kv_bytes, 1)))
+    return -(-key_heads // sections) * packs
 
 
 # Work items: the numbers by which the producer tells the consumers what to do, and how a consumer reads them.
