@@ -14,6 +14,7 @@ import torch
 
 from saccade import Packed, ScoreMod, alibi, attention, causal, mask_mod, relative_bias
 from saccade.distributed import plan
+from tests.support.inductor import knows_this_processor
 from tests.support.mapped_files import mapped_files
 from tests.support.ranks import mesh_of
 
@@ -148,6 +149,7 @@ def by_inductor(group, method, lengths, folder):
     """How far a compiled layer and its gradients are from the same one that is not, when a rank compiles after another
     with one folder of graphs."""
     torch._dynamo.reset()
+    knows_this_processor()
     own_folder = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
     with own_folder, mapped_files() if method == "pull" else nullcontext():
         here = plan(lengths, group, mask=causal(), method=method, timeout=200)
