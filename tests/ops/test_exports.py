@@ -110,6 +110,7 @@ def of_layer(x, cu):
     yield LAYER(x.flatten(0, 1), layout=Packed(cu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "tensors"),
     [
