@@ -172,7 +172,7 @@ class ArrivingRows(PulledRows):
 
 def _spread(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tensor) -> None:
     if keys.device.type == "cuda":
-        kernel: Any = import_module("saccade.backends.triton.spread_rows")
+        kernel: Any = import_module("saccade.backends.triton.rank_rows")
         kernel.spread_rows(keys.contiguous(), values.contiguous(), targets, table)
         return
     both = torch.cat((keys, values), -1)

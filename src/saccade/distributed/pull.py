@@ -265,7 +265,7 @@ class RowSums:
         like = ranks[0]
         if like.device.type == "cuda":
             table, layers = self.table(like.device)
-            kernel: Any = import_module("saccade.backends.triton.rank_sums")
+            kernel: Any = import_module("saccade.backends.triton.rank_rows")
             return kernel.rank_sums([ranks[i] for i in layers], table, like)
         sums = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device="cpu")
         for rank, segments in zip(ranks, self.of_ranks, strict=True):
