@@ -333,7 +333,7 @@ def _part(raw: Raw, nodes: Sequence[fx.Node]) -> tuple[list[int], fx.GraphModule
 
 @lru_cache(maxsize=1)
 def _decompositions() -> dict[Any, Any]:
-    """Torch's own, and those of what it keeps whole and a kernel does not."""
+    """Torch's decompositions, and those of operations that torch keeps whole and kernels do not have."""
     from torch import _decomp
 
     # The public function adds, in a tenth of a second, what a Tracer decomposes anyway.
