@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import hashlib
 import json
@@ -272,8 +273,8 @@ SHARE, SLOW_SHARE = 8, 40
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of each test one case in eight, the same in each run, and each value of each parameter but of a `seed`. Cases
-    marked `slow` run only for a value that no others have. Of each test in the interpreter and in the emulator one case
+    """Of each test one case in eight, the same ones in each run, and each value of each parameter but of a `seed`; of a
+    test marked `slow` one case in eight, others each day; of each test in the interpreter and in the emulator one case
     in forty. With --all such samples are of matrices alone, which are the tests marked `sample`, and in the interpreter
     and in the emulator those with a `device`: all of their cases run on the CPU with --everything. On a GPU, and of a
     test that is named, all run. Where TRITON_INTERPRET=1, what the interpreter runs."""
@@ -297,7 +298,7 @@ def _left_out_of_samples(items, level):
     for (*_, few), cases in tests.items():
         seen, kept, share = set(), 0, SLOW_SHARE if few else SHARE
         for item in sorted(cases, key=_drawn):
-            values = set() if few else _values(item)
+            values = set() if few or (not level and item.get_closest_marker("slow")) else _values(item)
             if kept * share >= len(cases) and values <= seen:
                 left_out.add(item)
             else:
@@ -306,8 +307,17 @@ def _left_out_of_samples(items, level):
     return left_out
 
 
+def pytest_configure(config):
+    os.environ.setdefault("SEED", str(datetime.date.today()))  # and so in the processes that this one starts
+
+
+def pytest_report_header(config):
+    return f"the cases of slow tests are drawn by SEED={os.environ['SEED']}"
+
+
 def _drawn(item):
-    return item.get_closest_marker("slow") is not None, hashlib.sha256(item.name.encode()).digest()
+    seed = os.environ["SEED"] if item.get_closest_marker("slow") else ""
+    return hashlib.sha256(f"{seed}{item.name}".encode()).digest()
 
 
 def _values(item):

@@ -26,6 +26,7 @@ print(call(s) / (h * s * s * dtype.itemsize))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "mask", "backward", "share"),
     [

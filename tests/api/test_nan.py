@@ -53,6 +53,7 @@ def test_rows(fill, name, device):
             assert_same_kind(attention(*given, **device.moved(keywords)), exact[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", ["default", "avx2"])
 def test_rows_with_other_instructions(instructions):
     """PyTorch's kernels of processors without AVX512 have rules of their own for what is not finite."""

@@ -163,6 +163,7 @@ def test_dropout_in_training_alone():
     assert torch.equal(layer(x), layer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiled(name):
     torch._dynamo.reset()

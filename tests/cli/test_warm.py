@@ -124,6 +124,7 @@ def test_the_others_are_compiled_when_a_process_dies(tmp_path, monkeypatch):
     assert "1: forward_kernel" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "reasons"),
     [

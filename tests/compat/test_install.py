@@ -62,6 +62,7 @@ PARTS = {
 ORDERS = [(name, first) for name in PARTS for first in ("before", "after")][1:]  # the first one hides what it has
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first"), ORDERS)
 def test_an_installed_library_is_not_hidden(name, first, fresh_process, tmp_path):
     """flash-attn-4 shares the name with flash-attn 2."""

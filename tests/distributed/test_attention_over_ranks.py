@@ -91,16 +91,19 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("case", name), pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 def test_keys_are_gathered(pool, case, ranks):
     assert max(differences(pool, case, ranks, method="gather").values()) <= EQUAL
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 def test_heads_are_divided(pool, case, ranks):
     assert max(differences(pool, case, ranks, method="ulysses").values()) <= EQUAL
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 def test_both_on_a_mesh(pool, case, mesh):
     assert max(differences(pool, case, 8, mesh=mesh).values()) <= EQUAL
@@ -300,6 +303,7 @@ def mapped(group, method):
     return max(float((y.detach() - z.detach()).abs().amax()) for y, z in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "method"), [(3, "gather"), (2, "ulysses")])
 def test_batches_of_calls_and_of_gradients(pool, ranks, method):
     assert max(pool.run((HERE, "mapped"), ranks, method)) <= EQUAL
@@ -333,6 +337,7 @@ def compiled(group, method):
     return all(same), counter.frame_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_compiles_as_one_graph(pool, method):
     assert pool.run((HERE, "compiled"), 2, method) == [(True, 2)] * 2

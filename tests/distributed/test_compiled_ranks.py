@@ -14,12 +14,13 @@ import torch
 
 from saccade import Packed, ScoreMod, alibi, attention, causal, mask_mod, relative_bias
 from saccade.distributed import plan
+from tests.support.inductor import knows_this_processor
 from tests.support.mapped_files import mapped_files
 from tests.support.ranks import mesh_of
 
 HERE = str(Path(__file__))
 LENGTHS = [7, 0, 13, 1, 40, 3]
-WAYS = [("gather", 2), ("ulysses", 2), pytest.param(((4, 2), 8), marks=pytest.mark.slow)]
+WAYS = [("gather", 2), ("ulysses", 2), ((4, 2), 8)]
 """A method or a mesh, and how many ranks: of a mesh all processes, which make its groups."""
 
 
@@ -69,6 +70,7 @@ def of_the_head(group, way, name, backend):
     return [float((out - here.shard(right)).abs().max()) for out in outs] + [worst]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ["closure", "head", "captured", "alibi", "relative_bias", "partial", "object"])
@@ -124,6 +126,7 @@ def other_plans(group, way):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "ulysses"])
 def test_other_plans(pool, way):
     assert max(pool.run((HERE, "other_plans"), 2, way)) < 1e-12
@@ -139,6 +142,7 @@ def dropped(group, way):
     return torch.equal(*outs), float(outs[0].std()) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "ulysses"])
 def test_dropout_is_in_the_graph(pool, way):
     assert pool.run((HERE, "dropped"), 2, way) == [(True, True)] * 2
@@ -148,6 +152,7 @@ def by_inductor(group, method, lengths, folder):
     """How far a compiled layer and its gradients are from the same one that is not, when a rank compiles after another
     with one folder of graphs."""
     torch._dynamo.reset()
+    knows_this_processor()
     own_folder = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder)
     with own_folder, mapped_files() if method == "pull" else nullcontext():
         here = plan(lengths, group, mask=causal(), method=method, timeout=200)
@@ -166,6 +171,7 @@ def by_inductor(group, method, lengths, folder):
         return max(float((x - y).detach().abs().sum()) for x, y in zip(*differences, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "lengths"), [("pull", [64]), ("pull", [1]), ("gather", [1])], ids=str)
 def test_by_inductor(pool, method, lengths, tmp_path):
     """Graphs on disk are of exchanges with the same sizes; and a rank without rows is in every exchange, though its

@@ -184,6 +184,7 @@ def errors(group, cases):
     return [error(group, *case) for case in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, LINE), (8, TABLE + TWICE)], ids=["line", "table"])
 def test_equal_the_whole_call(pool, ranks, cases):
     for found in pool.run((HERE, "errors"), ranks, cases):

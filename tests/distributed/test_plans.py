@@ -90,6 +90,7 @@ def test_scores_are_balanced(ranks, mask, seed):
     assert max(cut) <= 8  # two documents, of which either is what others left: two pieces at each of its ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("left", [255, 511, 1023, 2047])
 def test_documents_of_about_a_window(ranks, left):

@@ -97,6 +97,7 @@ def worst(group, how, steps):
     return max(float(x.abs().max()) for x in differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp", "hybrid", "ddp"])
 def test_weights_over_a_mesh(pool, how):
     assert max(pool.run((HERE, "worst"), 8, how, 2)) <= EQUAL

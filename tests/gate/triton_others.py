@@ -13,8 +13,7 @@ from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import append as append_rows
 from saccade.backends.triton import paged as pages
 from saccade.backends.triton import quantize as quantizing
-from saccade.backends.triton import rank_sums as sums_of_ranks
-from saccade.backends.triton import spread_rows as spreading
+from saccade.backends.triton import rank_rows
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.layouts import CacheSlots, Paged, SlotRows, empty_bytes
@@ -112,11 +111,11 @@ def quantize(name: str, d: int, dtype: torch.dtype, words: list[str]) -> Any:
 def rank_sums(dtype: torch.dtype, d: int) -> Any:
     """Four places, eight heads."""
     own, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(4, 5, dtype=torch.int32)
-    return warmed(sums_of_ranks.prepare(own[:5], 4), ((own,) * 4, table, own[:5], 5))
+    return warmed(rank_rows.sums_launch(own[:5], 4), ((own,) * 4, table, own[:5], 5))
 
 
 def spread_rows(dtype: torch.dtype, d: int) -> Any:
     """Three places, eight heads."""
     x, table = torch.empty(9, 8, d, dtype=dtype), torch.zeros(3, 9, dtype=torch.int32)
     both = torch.empty(9, 8, 2 * d, dtype=dtype)
-    return warmed(spreading.prepare(x, x, 3), (x, x, (both,) * 3, table, 9))
+    return warmed(rank_rows.spread_launch(x, x, 3), (x, x, (both,) * 3, table, 9))

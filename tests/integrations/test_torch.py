@@ -20,7 +20,6 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from saccade import Partial, Unsupported, attention, window
 from saccade.integrations import torch as registry
-from saccade.integrations import torch_operators
 from saccade.testing import check
 from saccade.testing.cases import Case
 from saccade.util import hardware
@@ -45,8 +44,8 @@ def calls(monkeypatch):
     def counted(function, name):
         return lambda *args, **kwargs: made.append(name) or function(*args, **kwargs)
 
-    monkeypatch.setattr(torch_operators, "_forward", counted(torch_operators._forward, "forward"))
-    monkeypatch.setattr(torch_operators, "_backward", counted(torch_operators._backward, "backward"))
+    monkeypatch.setattr(registry, "_forward", counted(registry._forward, "forward"))
+    monkeypatch.setattr(registry, "_backward", counted(registry._backward, "backward"))
     return made
 
 
@@ -210,8 +209,8 @@ def test_another_implementation_takes_the_place(calls):
 def test_a_new_argument_of_pytorch_is_not_ignored():
     x = torch.randn(1, 8, 2, 8)
     with pytest.raises(Unsupported, match="new_option"):
-        torch_operators.flash_forward(x, x, x, None, None, 8, 8, 0.0, False, False, new_option=3)
-    assert len(torch_operators.flash_forward(x, x, x, None, None, 8, 8, 0.0, False, False, new_option=None)) == 5
+        registry.flash_forward(x, x, x, None, None, 8, 8, 0.0, False, False, new_option=3)
+    assert len(registry.flash_forward(x, x, x, None, None, 8, 8, 0.0, False, False, new_option=None)) == 5
 
 
 def test_the_order_of_pytorchs_kernels(monkeypatch):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from saccade.integrations import torch as registry
-from saccade.integrations import torch_operators
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +27,8 @@ def calls(monkeypatch):
     def counted(function, name):
         return lambda *args, **kwargs: made.append(name) or function(*args, **kwargs)
 
-    monkeypatch.setattr(torch_operators, "_forward", counted(torch_operators._forward, "forward"))
-    monkeypatch.setattr(torch_operators, "_backward", counted(torch_operators._backward, "backward"))
+    monkeypatch.setattr(registry, "_forward", counted(registry._forward, "forward"))
+    monkeypatch.setattr(registry, "_backward", counted(registry._backward, "backward"))
     return made
 
 

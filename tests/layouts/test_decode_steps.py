@@ -76,6 +76,7 @@ class Step:
         return torch.stack(right).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("torch_device", "steps"), [("cpu", 5), pytest.param("cuda", 2500, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", WORLDS)
 def test_random_steps(name, torch_device, steps):

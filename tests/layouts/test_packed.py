@@ -256,6 +256,7 @@ def test_nested_tensors_that_do_not_fit():
         attention(q, normal(10, 4, 8)[None], q, layout=Dense("bshd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_compiles_once_for_all_lengths(gradients):
     torch._dynamo.reset()

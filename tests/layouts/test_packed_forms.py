@@ -138,6 +138,7 @@ def test_ids_are_not_read_where_the_number_of_sequences_is_given():
     assert compiled(IDS).tolist() == [0, 3, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["offsets", "lengths", "ids"])
 def test_compiles_once(form):
     """Each form may be made in the compiled region."""

@@ -245,6 +245,7 @@ def test_repeats_are_bitwise_equal(place):
 # PyTorch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_compiles_once_for_all_lengths(gradients):
     torch._dynamo.reset()

@@ -247,6 +247,7 @@ def path(parents: list[int], i: int) -> list[int]:
     return [*([] if parents[i] < 0 else path(parents, parents[i])), i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("torch_device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_serving(torch_device: str, seed: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), PLACES)
 def test_serving(name, backend, monkeypatch, request):
     # Hopper's kernels leave so few rows to others.

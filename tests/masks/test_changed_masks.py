@@ -109,6 +109,7 @@ def test_lists_of_masks_made_before(name, change, made_by, inference):
             assert torch.allclose(*gradients, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
 def test_compiled_masks_made_before(name):
     given = create_block_mask(everything, None, None, S, S, device="cpu", BLOCK_SIZE=SIZE)

@@ -102,6 +102,7 @@ def check(face, sizes, dynamic=()):
         torch.testing.assert_close(compiled(x), face(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACES)
 def test_sizes_that_dynamo_finds_dynamic(name):
     check(FACES[name], SIZES)
@@ -138,6 +139,7 @@ def test_batches_of_block_masks_that_are_made_outside():
     check(faces, [(b, LONGEST) for b in (2, 3)], dynamic=(0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Dense("bshd"), Packed(torch.tensor([0, 3, 6]))], ids=["dense", "packed"])
 def test_operands_whose_last_dimension_is_not_contiguous(layout):
     """Strides that nobody knows order the dimensions of the copy, forward and backward."""

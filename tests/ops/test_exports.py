@@ -32,6 +32,7 @@ from saccade import (
 )
 from saccade.compat import sdpa
 from saccade.nn import Attention
+from tests.support.inductor import knows_this_processor
 
 
 class Calls(torch.nn.Module):
@@ -109,6 +110,7 @@ def of_layer(x, cu):
     yield LAYER(x.flatten(0, 1), layout=Packed(cu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("calls", "tensors"),
     [
@@ -191,6 +193,7 @@ def test_loaded_by_another_process(torch_device, tmp_path):
     program = torch.export.export(model, tuple(x.clone() for x in calls[0][0]), dynamic_shapes=shapes)
     paths = [str(tmp_path / "saved.pt2")]
     torch.export.save(program, paths[0])
+    knows_this_processor()
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")):
         if torch_device == "cpu" or torch_loads_a_package(tmp_path / "sdpa.pt2"):
             paths.append(torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "compiled.pt2")))

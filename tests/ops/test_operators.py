@@ -62,6 +62,7 @@ def recorded(case: Case, lse_gradient: bool = False) -> Recorder:
 # Schema and fakes
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", CALLS)
@@ -159,6 +160,7 @@ def test_automatic_dynamic_shapes():
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [(2, 4, True, True), (2, 1, 1, True), (True, True), (True, 1)], ids=str)
 def test_one_compilation_serves_mask_tensors_of_every_length(own):
     """True: as long as rows, or keys."""
@@ -219,6 +221,7 @@ print("the same")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_as_the_first_call_of_a_process(dynamic, fresh_process):
     """With Inductor, torch.compile's own backend."""

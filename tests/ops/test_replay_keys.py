@@ -178,6 +178,7 @@ def right(made: Callable[[], Call]) -> None:
     check(*given, backward="layout" not in keywords or not keywords["layout"].has_pages, **keywords).assert_ok()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "i"), [(kind, i) for kind, calls in KINDS.items() for i in range(len(calls))])
 def test_what_changes_is_seen(kind: str, i: int, done: list[str]) -> None:
     base, changed = KINDS[kind][0], KINDS[kind][i]

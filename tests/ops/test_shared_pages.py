@@ -141,6 +141,7 @@ OFFSETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFSETS)
 def test_positions(name: str) -> None:
     k, v, table = cache()

@@ -48,6 +48,7 @@ def test_what_is_said_depends_on_nobody_else(device):
     assert said[0] == [example["plain_loop"](model, request) for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 16, 32, 40])
 def test_prompts_share_what_they_begin_with(device, length):
     """Prompts that are the prefix, go on after it, end inside of it, leave it, or have nothing of it, side by side."""

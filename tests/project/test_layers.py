@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,12 @@ FOREIGN = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def imports(file: Path) -> list[str]:
+    return [*_imports(file)]
+
+
+def _imports(file: Path) -> Iterator[str]:
     """Full names: `saccade.masks`, `torch`, `matplotlib.pyplot`."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

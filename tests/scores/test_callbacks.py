@@ -24,6 +24,7 @@ def operands(h_q, h_k, s_q, s_k, d, dtype, order="bhsd"):
     return [Dense(order).ordered(torch.randn(shape, generator=made)).contiguous().to(dtype) for shape in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("order", ["sbhd", "bshd"])
 @pytest.mark.parametrize("name", NAMES)

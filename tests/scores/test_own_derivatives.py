@@ -224,6 +224,7 @@ def results(call: Any, *more: Tensor) -> list[Any]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", OWN)
@@ -254,6 +255,7 @@ class Product(Scaled):
         return x * by
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from saccade import ScoreMod, alibi, bias, compose, relative_bias, scores, softcap, t5_bias
-from saccade.scores.codegen import program_text
+from saccade.scores.codegen import program as programs
 
 T, TABLE = torch.rand(2), torch.rand(2, 9)
 
@@ -50,10 +50,10 @@ def text_of(described: object) -> str:
 def test_read_again_it_is_the_same_program(name, monkeypatch):
     program = scores.bind(FUNCTIONS[name], torch.empty(1, 2, 9, 4)).program
     made = []
-    monkeypatch.setattr(program_text.cache, "adopt", lambda name, make: made.append((name, make())))
+    monkeypatch.setattr(programs.cache, "adopt", lambda name, make: made.append((name, make())))
     text = scores.written_programs((program.identity, "none", "softcap"))
     assert not {*" ,[]"} & {*text}  # which separate the words of an operator's text
-    program_text.read_programs.__wrapped__(text)
+    programs.read_programs.__wrapped__(text)
     ((identity, again),) = made
     assert again is not program
     assert identity == program.identity == again.identity
@@ -62,9 +62,9 @@ def test_read_again_it_is_the_same_program(name, monkeypatch):
 def test_one_text_is_one_program():
     identity = "score(of_another_version)~0123456789ab"
     program = scores.bind(FUNCTIONS["dtypes"], torch.empty(1, 2, 9, 4)).program
-    text = text_of({identity: program_text._described(program)})
+    text = text_of({identity: programs._described(program)})
     for _ in range(2):
-        program_text.read_programs.__wrapped__(text)
+        programs.read_programs.__wrapped__(text)
         assert scores.program_of(identity) is program  # equal programs are one, whatever they are called
 
 

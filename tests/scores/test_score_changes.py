@@ -491,6 +491,7 @@ WAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("define", WAYS)
 def test_tensors_in_the_places_of_others(define):
     """Guards are of all tensors of a form, unless a function can tell them apart."""
@@ -607,6 +608,7 @@ def test_a_tensor_with_operations_of_its_own_is_refused():
         attention(*rows(), score_mod=lambda score, b, h, q_idx, kv_idx: score * table[h])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_rows_of_tensors_that_a_compiled_region_is_given(dynamic):
     """Their lengths are constants of a program, whatever torch.compile makes of sizes."""

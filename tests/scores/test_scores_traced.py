@@ -402,6 +402,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compile(name):
     function, captured = COMPILED[name]
@@ -458,6 +459,7 @@ class Compiled(torch.nn.Module):
                 return by(bias(q.sum(-1, keepdim=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
@@ -537,6 +539,7 @@ class Learned(torch.nn.Module):
         return attention(q, k, v, mask=mask, score_mod=lambda s, b, h, i, j: s + self.slopes[h] * (j - i))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ready", [False, True])
 def test_export(ready):
     """What was exported outlives what it was exported from, and has its parameters' values at the call."""

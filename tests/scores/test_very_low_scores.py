@@ -30,6 +30,7 @@ def call(name: str, device: Device) -> dict:
     return device.moved(keywords | {"sink": keywords["sink"][: device.h_q]} if "sink" in keywords else keywords)
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @every_head_dim()
 @pytest.mark.parametrize("name", CALLS)
@@ -41,6 +42,7 @@ def test_against_the_oracle(value: float, name: str, device: Device) -> None:
             check(*device.operands(dtype), dlse=dlse, score_mod=score_mod, **call(name, device)).assert_ok()
 
 
+@pytest.mark.slow
 @every_head_dim()
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("value", LOWEST)

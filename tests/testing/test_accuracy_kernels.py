@@ -110,6 +110,7 @@ def test_wrong_kernels_fail(fault, dtype):
     assert {name for name, ratio in found.items() if ratio > 1} >= WRONG[fault], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_late_rows_that_are_small_beside_the_first_ones_are_looked_at(dtype):
     """At s = 2048 the last rows' gradients are some hundredths of the first ones'."""

@@ -62,6 +62,7 @@ print(counter.get_total_flops())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import torch.utils.flop_counter"])
 def test_flops_are_counted_whatever_is_imported_first(fresh_process, first):
     assert int(fresh_process(FLOPS.format(first=first, before=bool(first)))) == 2 * 2 * 2 * 8 * 8 * 4

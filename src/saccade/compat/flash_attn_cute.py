@@ -282,7 +282,7 @@ def _mask(causal: Any, window_size: Any, mask_mod: Any, call: tuple[Layout, Tens
 
 
 def _of_rows(function: Any, layout: Layout, q: Tensor, k: Tensor) -> Any:
-    """A function whose q_idx counts rows, where those of a cache are positions."""
+    """The function with a q_idx that counts rows. Over a cache, kernels pass positions instead."""
     if not layout.has_pages:
         return function
     off = cast(Tensor, offset(layout, q, k))

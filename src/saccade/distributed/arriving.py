@@ -61,8 +61,9 @@ class Steps(NamedTuple):
 
 
 class ArrivingRows(PulledRows):
-    """The keys of each causal piece: first those of others, of which its rows see every one, then the rank's own. A
-    call begins when its own are in their places, and copy engines bring the others meanwhile, in the order of work."""
+    """The keys of each causal piece: first the keys of other ranks, all of which its rows see, then the rank's own. A
+    call starts when its own keys are in place. Copy engines bring the others meanwhile, in the order in which the
+    kernel needs them."""
 
     def __init__(self, sharding: Sharding, transport: Transport) -> None:
         super().__init__(sharding.by_part, [sharding.others_first(pieces) for pieces in sharding.by_part], transport)
@@ -172,7 +173,7 @@ class ArrivingRows(PulledRows):
 
 def _spread(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: Tensor) -> None:
     if keys.device.type == "cuda":
-        kernel: Any = import_module("saccade.backends.triton.spread_rows")
+        kernel: Any = import_module("saccade.backends.triton.rank_rows")
         kernel.spread_rows(keys.contiguous(), values.contiguous(), targets, table)
         return
     both = torch.cat((keys, values), -1)

@@ -1,4 +1,4 @@
-"""`attention(…, context=plan)`: one rank's part of a call whose rows are on all of them."""
+"""`attention(…, context=plan)`: one rank's part of a call over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ QUERIES, RESULT = "the exchange of query heads", "the exchange of results"
 Options = dict[str, Any]
 """The arguments of `attention` besides operands and layout."""
 Results = tuple[Tensor, Tensor | None, Tensor | None]
-"""out, and where they are asked for the LSE and the largest scores"""
+"""out, and, if requested, the LSE and the largest scores"""
 
 
 def attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, layout: Any, options: Options) -> Results:
-    """This rank's rows of the result. Everything that may be wrong is found before anything is exchanged."""
+    """This rank's rows of the result. All errors are raised before the first exchange."""
     if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.device.type != "cpu":
         return _attention(plan, q, k, v, layout, options)
     with counted(plan.rows_transport(), plan.heads_transport()):
@@ -79,12 +79,12 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, layout: Any, 
 
 
 def _derives_otherwise(options: Options) -> bool:
-    """Whether a call has derivatives besides that of a backward."""
+    """Whether a call may need other derivatives than one backward."""
     return options["backend"] == "reference" or forward_mode() or torch._C._are_functorch_transforms_active()
 
 
 def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """A causal call that begins with own keys."""
+    """Runs a causal call that starts with the rank's own keys while the others arrive."""
     layouts = exchange.layouts(q.device)
     call = _bound(q, k, v, layouts.own, options)
     awaited = q, exchange.awaited(k), exchange.awaited(v), None
@@ -99,7 +99,7 @@ def _windows(options: Options) -> bool:
 
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:
-    """The call of all rows of this rank's part, and of its share of the heads."""
+    """Runs the call over all rows of this rank's part and its share of the heads."""
     rows = [_to_rows(given, x)[: plan.used_rows] for x in operands]
     h_q, h_k = rows[0].shape[1], rows[1].shape[1]
     queries, keys = plan.heads_exchange(h_q, h_q), plan.heads_exchange(h_k, h_q)
@@ -145,7 +145,8 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) ->
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> Call:
-    """The call of the operands that it will have, before anything is exchanged: what is wrong with it is found here."""
+    """The call with operands of the shapes that the exchange will return. Errors are raised here, before the
+    exchange."""
     call = _bound(q, k, v, layout, options)
     if call.dropout is not None and torch._C._functorch.is_batchedtensor(call.dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
         raise Unsupported(
@@ -170,7 +171,7 @@ def _run(plan: ContextPlan, call: Call, options: Options) -> Results:
 
 
 def _common(plan: ContextPlan, dropout: Dropout, heads: int) -> Dropout:
-    """Rank 0's, as this rank's heads count."""
+    """Rank 0's dropout state, with the offset of this rank's heads."""
     state, ranks = dropout.state, plan.ranks
     stage = f"the seed of dropout_p={dropout.p}"
     if ranks.parts > 1:
@@ -194,7 +195,7 @@ def _user_order(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:
-    """The score function of heads that count from `first` on."""
+    """The score function for heads that are numbered from `first` on."""
     if score_mod is None or isinstance(score_mod, scores.Score):
         return score_mod
     bound = scores.bind(score_mod, q)
@@ -213,7 +214,7 @@ def _by_head_refusal(what: str) -> str:
 
 
 def _layout(plan: ContextPlan, layout: Any, q: Tensor) -> Layout:
-    """The layout of the user's operands: the given order of a batch, or rows end to end."""
+    """The layout of the user's operands: the given order for a batch, else packed rows."""
     if not isinstance(layout, Dense) or not layout.plain or (plan.batch is None and layout.order != "bhsd"):
         wanted = "omit layout" if plan.batch is None else "pass its order alone, such as Dense('bshd')"
         raise ValueError(f"the plan says where rows and keys are: {wanted}, got {layout!r} with {plan!r}")

@@ -203,7 +203,7 @@ def _own_mask(leaf: Mask, cut: _Cut, backend: str) -> Mask:
 
 
 def _own_score(score: Score, score_mod: Any, q: Tensor, cut: _Cut, backend: str) -> Score:
-    """Of this rank's batch rows and heads, whose numbers are those of the whole call."""
+    """The score function for this rank's batch rows and heads. It receives their indices in the whole call."""
     if any(letter in score.indices for letter in cut.letters if letter):
         if score.own:
             raise Unsupported(

@@ -86,7 +86,7 @@ def estimate(
     sharding: Sharding, heads: tuple[int, int], head_dim: int, pace: Pace = FORWARD, link: Link = COPIES,
     host: int | None = None, beyond: Link = INFINIBAND, pieces: bool = True,
 ) -> Estimate:  # fmt: skip
-    """Of a plan whose ranks share keys: parts of `heads` ranks.
+    """The estimate for a plan whose ranks exchange keys, with parts of `heads` ranks each.
 
     Args:
         heads: (h_q, h_k).
@@ -118,7 +118,7 @@ def estimate(
 
 
 def arriving(sharding: Sharding, heads: tuple[int, int], head_dim: int) -> Estimate:
-    """Of a causal forward by `pull`, whose keys of others come while it runs."""
+    """The estimate for a causal forward by `pull` that runs while the keys of other ranks arrive."""
     found = estimate(sharding, heads, head_dim, link=Link(0.0, inf))
     h_q, h_k = heads
     size, operations = 4 * h_k * head_dim, 4 * h_q * head_dim / FORWARD.rate

@@ -1,4 +1,4 @@
-"""What ranks exchange: linear maps by operators, opaque to torch.compile, each of which is the derivative of the other.
+"""What ranks exchange: pairs of linear operators, opaque to torch.compile. Each is the derivative of the other.
 
 Rows go to the ranks that need them, and sums of their gradients back; or all rows of some heads, instead of some rows
 of all heads.
@@ -28,12 +28,12 @@ _numbers = count()
 
 
 class Exchange(ABC):
-    """A linear map of the tensors of all ranks, and its adjoint. Called, it is differentiable; an operator knows it by
+    """A linear map over the tensors of all ranks, and its adjoint. Calling it is differentiable. Operators find it by
     its name."""
 
     def __init__(self, *sizes: int) -> None:
-        """sizes: all that `shape` depends on besides its arguments. They are part of the name, as torch.compile keeps
-        graphs on disk by what operators are given, for ranks and runs whose exchanges have other sizes."""
+        """sizes: everything that `shape` depends on besides its arguments. They are part of the name, because
+        torch.compile caches graphs on disk by the arguments of operators, and other ranks and runs have other sizes."""
         self.name = " ".join(map(str, (next(_numbers), *sizes)))
         _exchanges[self.name] = self
 
@@ -45,10 +45,10 @@ class Exchange(ABC):
 
     @abstractmethod
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
-        """That of the result of a tensor of this shape."""
+        """The shape of the result for a tensor of this shape."""
 
     def awaited(self, x: Tensor) -> Tensor:
-        """Memory as that of the result, for checks that come before the exchange."""
+        """An empty tensor in the shape of the result, for checks before the exchange."""
         return x.new_empty(self.shape(tuple(x.shape), False))
 
     def __call__(self, stage: str, *xs: Tensor) -> list[Tensor]:
@@ -59,7 +59,7 @@ class Exchange(ABC):
 
 
 def moved(exchange: str, stage: str, *xs: Tensor) -> list[Tensor]:
-    """The rows that an exchange, by its name, brings."""
+    """The result of the exchange with this name."""
     return torch.ops.saccade_distributed.exchange(xs, exchange, stage)
 
 
@@ -92,12 +92,13 @@ def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]
 
 
 def met(name: str) -> None:
-    """Compiled graphs keep an operator of which nobody reads, as a rank does of no rows: the others wait for it."""
+    """Makes compiled graphs keep an operator whose result nothing reads, as on a rank without rows. The other ranks
+    wait for it."""
     has_side_effect(getattr(torch.ops.saccade_distributed, name).default)
 
 
 class _Moved(SingleLevel):
-    """An operator, whose derivative is the other one: see `saccade.ops.autograd`."""
+    """One of the two operators. Its derivative is the other: see `saccade.ops.autograd`."""
 
     @staticmethod
     def forward(operator: Any, exchange: str, stage: str, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -131,7 +132,7 @@ def _derivative(name: str) -> Any:
 
 
 def with_gradients(stage: str) -> str:
-    """Ranks of which one has no backward are in different exchanges."""
+    """The stage of an exchange that needs gradients. A rank that needs none is then in a different exchange."""
     return f"{stage}, with gradients"
 
 
@@ -140,7 +141,7 @@ def back(stage: str) -> str:
 
 
 def _batch_rule(name: str) -> Any:
-    """Examples go with the rest of a row, as its last dimension."""
+    """The batching rule: examples become the last dimension of a row."""
 
     def batched(info: Any, in_dims: Any, xs: list[Tensor], exchange: str, stage: str) -> tuple[list[Tensor], list[int]]:
         examples = [
@@ -173,7 +174,7 @@ class Segment(NamedTuple):
 
 
 def segments(owned: list[Piece], needed: list[Piece]) -> list[Segment]:
-    """Which of the needed rows a rank with these pieces has, in the order of its own.
+    """The needed rows that a rank with these pieces owns, in the order of its own rows.
 
     >>> segments([Piece(0, 4, 8), Piece(1, 0, 2)], [Piece(0, 0, 6), Piece(1, 1, 2)])
     [Segment(source=0, target=4, rows=2), Segment(source=5, target=6, rows=1)]
@@ -214,7 +215,7 @@ class RowExchange(Exchange):
 
     @cached_method
     def indices(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-        """For each rank, which own rows it needs, and where its rows are among those needed here."""
+        """For each rank: the own rows that it needs, and the indices of its rows among the rows needed here."""
         sources = [numbers([(s.source, s.rows) for s in part], device) for part in self.sent]
         return sources, [numbers([(s.target, s.rows) for s in part], device) for part in self.received]
 
@@ -248,7 +249,7 @@ class RowExchange(Exchange):
         return [i for i in range(self.transport.size) if i != self.transport.rank]
 
     def summed(self, parts: list[Tensor], order: list[tuple[int, Any]]) -> Tensor:
-        """Own rows, each the sum of the ranks' parts in their order: `parts[i]` goes to the rows `rows_of_part`."""
+        """Own rows, each the sum of the parts of all ranks, in order: `parts[i]` goes to `rows_of_part`."""
         like = parts[0]
         dx = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device=like.device)
         for i, rows_of_part in order:
@@ -277,12 +278,12 @@ class Broadcast(Exchange):
 
 
 def side_by_side(xs: list[Tensor], rows: Tensor) -> Tensor:
-    """These rows of all tensors, flat, as rows of one."""
+    """These rows of all tensors, flattened and concatenated into the rows of one tensor."""
     return torch.cat([x[rows].reshape(len(rows), x.shape[1:].numel()) for x in xs], 1)
 
 
 def apart(both: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The rows of each tensor, in the form of its own."""
+    """The inverse of `side_by_side`: the rows of each tensor, in its own shape."""
     widths = [x.shape[1:].numel() for x in like]
     return [x.view(len(both), *y.shape[1:]) for x, y in zip(both.split(widths, 1), like, strict=True)]
 
@@ -301,13 +302,13 @@ def numbers(parts: list[tuple[int, int]], device: torch.device | str) -> Tensor:
 
 
 def repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
-    """int64 on the CPU: each value so many times."""
+    """Each value repeated `times` times, int64 on the CPU."""
     both = torch.tensor([values, times], dtype=torch.int64, device="cpu").view(2, -1)
     return both[0].repeat_interleave(both[1])
 
 
 def heads_of(rank: int, ranks: int, h: int, h_q: int) -> tuple[int, int]:
-    """Which of h heads a rank has that has its share of h_q query heads: the first, and how many.
+    """Which of h heads a rank has if it has its share of h_q query heads: the first head, and the count.
 
     >>> heads_of(1, 4, 8, 8), heads_of(3, 4, 2, 8)
     ((2, 2), (1, 1))
@@ -328,8 +329,8 @@ def heads_error(ranks: int, h_q: int, h_k: int) -> str | None:
 
 
 class HeadExchange(Exchange):
-    """(own rows, h, …) -> (rows of all ranks, own heads, …). Its adjoint adds up the heads that several ranks have, in
-    their order; of heads that one rank has each it is the inverse."""
+    """(own rows, h, …) -> (rows of all ranks, own heads, …). The adjoint sums heads that several ranks share, in the
+    order of ranks. If each head belongs to one rank, it is the inverse."""
 
     def __init__(self, rows: Sequence[int], h: int, h_q: int, transport: Transport) -> None:
         self.rows, self.h, self.transport = list(rows), h, transport

@@ -1,4 +1,4 @@
-"""Who takes part in a plan: process groups, meshes or a number of ranks; and what a plan makes once."""
+"""The ranks of a plan, from a process group, a mesh or a number of ranks; and what a plan computes once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cached_method(make: Method) -> Method:
 
 @compile_constant
 def constant(address: int, name: str, *arguments: Any) -> Any:
-    """What a plan's method returns; where torch.compile is the first to need it, while that compiles."""
+    """The result of a plan's method, as a constant of torch.compile, which may compute it while it compiles."""
     return getattr(callable_of(address), name)(*arguments)
 
 
@@ -59,7 +59,7 @@ class Ranks(NamedTuple):
     device: str = "cpu"
 
     def dividing_heads(self) -> Ranks:
-        """The same ranks of one part, whose heads they divide."""
+        """The same ranks as one part that divides heads."""
         return self._replace(heads=self.size, rows_group="", heads_group=self.rows_group)
 
     @property
@@ -138,7 +138,8 @@ def check_order(group: Any) -> None:
 
 
 def _of_groups(rows: Any, heads: Any) -> Ranks:
-    """Of the group of ranks with the same heads, and of those with the same rows; None for this rank alone."""
+    """The Ranks of two groups: those with the same heads, and those with the same rows. None stands for this rank
+    alone."""
     part, parts = (0, 1) if rows is None else (rows.rank(), rows.size())
     number, n = (0, 1) if heads is None else (heads.rank(), heads.size())
     group = rows if rows is not None else heads

@@ -24,7 +24,7 @@ from saccade.util.kept_memory import capturing, keep
 
 
 class PeerMemory:
-    """A buffer of as many bytes on each rank, twice. Copies out of a peer's run on copy engines, beside kernels.
+    """Two buffers of the same size on each rank. Copy engines read from a peer's buffer while kernels run.
 
     Exchanges take turns at the two halves: a rank that has passed the barrier of one exchange knows that all have
     copied what the one before wrote, whose half the next one writes. So an exchange has one barrier. Those in a CUDA
@@ -265,7 +265,7 @@ class RowSums:
         like = ranks[0]
         if like.device.type == "cuda":
             table, layers = self.table(like.device)
-            kernel: Any = import_module("saccade.backends.triton.rank_sums")
+            kernel: Any = import_module("saccade.backends.triton.rank_rows")
             return kernel.rank_sums([ranks[i] for i in layers], table, like)
         sums = torch.zeros(self.rows, *like.shape[1:], dtype=sums_dtype(like.dtype), device="cpu")
         for rank, segments in zip(ranks, self.of_ranks, strict=True):

@@ -86,8 +86,8 @@ EVERYTHING = Reach(None, None)
 
 
 def reach_of(mask: Mask | None) -> Reach:
-    """The window around a mask that does not depend on tensors: that of `&` is the intersection, that of any other
-    combination, and of functions, everything.
+    """The smallest known window that contains a mask, without reading tensors. For `&` it is the intersection. For
+    other combinations, and for functions, it is everything.
 
     >>> from saccade import causal, window, prefix
     >>> reach_of(causal() & window(9, None)), reach_of(prefix(3)), reach_of(window(3, 0) | window(0, 2))
@@ -349,8 +349,8 @@ class Sharding:
         return [Piece(i, *self.reach.keys(self.lengths[i], start, stop)) for i, start, stop in pieces]
 
     def needed(self, pieces: bool) -> list[list[Piece]]:
-        """For each part the keys of its calls: where pieces are sequences, as they may be where no row sees keys after
-        itself, those of each piece, of which some come twice; else `keys`."""
+        """For each part, the keys of its calls. If pieces are sequences, which needs a mask without later keys, these
+        are the keys of each piece, some of them twice. Otherwise they are `keys`."""
         return [self.seen(part) for part in self.by_part] if pieces and self.reach.right == 0 else self.keys
 
     def before(self, pieces: list[Piece]) -> list[list[Piece]]:
@@ -361,7 +361,8 @@ class Sharding:
         return [list(_gaps(piece, held[piece.document])) for piece in pieces]
 
     def others_first(self, pieces: list[Piece]) -> list[Piece]:
-        """The keys that the causal rows of each piece see: those of others, then its own up to its last row."""
+        """The keys that the causal rows of each piece see: first those of other ranks, then its own up to its last
+        row."""
         found: list[Piece] = []
         for piece, others in zip(pieces, self.before(pieces), strict=True):
             mine = (x for x in pieces if x.document == piece.document and x.start <= piece.start)

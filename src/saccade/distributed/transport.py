@@ -1,4 +1,4 @@
-"""The collectives of a plan, and the words of their errors: which rank, which stage, which exchange."""
+"""The collectives of a plan, with errors that name rank, stage and exchange."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 KNOWN = 4096
-"""How many exchanges that ranks agreed on are known; then a group forgets them, on every rank at the same one."""
+"""The most agreed exchanges that a group remembers. Then it forgets all, on every rank at the same exchange."""
 
 
 class Agreement:
-    """Of the ranks of a group, through its store.
+    """Agreement of the ranks of a group on what they exchange, through the group's store.
 
-    A rank takes part in an exchange on devices without comparing it only where all ranks have compared the same one
-    before: as all were there, all skip the comparison together. A rank that alone does something else waits in a
-    comparison to which nobody comes, as the others wait for its rows: no row is exchanged, and all end by the timeout.
+    On devices, a rank skips the comparison before an exchange only if all ranks have compared the same exchange
+    before. All ranks then skip it together. A rank that alone does something else waits in a comparison, while the
+    others wait for its rows. No row is exchanged, and all ranks end by the timeout.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -33,16 +33,16 @@ class Agreement:
         self.store: Any = distributed_c10d.PrefixStore(f"saccade/{name}", store.clone())
         self.rank, self.size = rank, size
         self.exchanges = 0
-        """How many this rank has begun in the group, by any plan."""
+        """The exchanges that this rank has begun in the group, with any plan."""
         self._meetings = 0
         self._known: set[str] = set()
 
     def note(self, what: str) -> None:
-        """Where this rank is, for the others' errors."""
+        """Publishes what this rank does, for the errors of other ranks."""
         self.store.set(f"at/{self.rank}", f"exchange {self.exchanges}: {what}")
 
     def notes(self) -> str:
-        """Where each rank was last."""
+        """What each rank did last, one line per rank."""
         lines = []
         for rank in range(self.size):
             there = self.store.check([key := f"at/{rank}"])
@@ -53,10 +53,10 @@ class Agreement:
         return what in self._known
 
     def meet(self, what: str, seconds: float) -> str:
-        """What every rank says, a line for each; empty where all say the same.
+        """One line per rank with what it says, or an empty string if all ranks say the same.
 
         Raises:
-            RuntimeError: ranks that do not come in time.
+            RuntimeError: a rank does not arrive in time.
         """
         self._meetings += 1
         meeting, store = f"meeting/{self._meetings}", self.store
@@ -75,7 +75,7 @@ class Agreement:
         return report
 
     def _forget(self, meeting: int) -> None:
-        """One that all ranks have left, as all have come to the next."""
+        """Deletes the keys of a meeting. All ranks have left it, because all have arrived at the next one."""
         names = [str(self.rank), *(("count", "report") if self.rank == 0 else ())]
         for name in names if meeting else ():
             self.store.delete_key(f"meeting/{meeting}/{name}")
@@ -85,7 +85,7 @@ _agreements: WeakKeyDictionary[Any, Agreement] = WeakKeyDictionary()
 
 
 def agreement_of(group: Any) -> Agreement:
-    """The one of a process group: it ends with it, and no plan has another."""
+    """The one Agreement of a process group, shared by all plans. It lives as long as the group."""
     found = _agreements.get(group)
     if found is None:
         _agreements[group] = found = Agreement(group.group_name, group.rank(), group.size())
@@ -94,17 +94,17 @@ def agreement_of(group: Any) -> Agreement:
 
 @dataclass
 class Transport:
-    """One group of ranks, and how they exchange rows."""
+    """The exchanges of one group of ranks."""
 
     group_name: str
     rank: int
     size: int
     plan: str
-    """What must be equal on all ranks: its fingerprint, and words for errors."""
+    """The fingerprint of what must be equal on all ranks, with text for errors."""
     timeout: float | None = None
-    """Seconds for an exchange; None leaves it to the group's."""
+    """The most seconds of an exchange; None takes the timeout of the group."""
     debug: bool = False
-    """Whether ranks on devices compare every exchange, and not only the first like it; on CPUs they do anyway."""
+    """Whether ranks on devices compare every exchange instead of the first of each kind. CPUs always do."""
 
     def all_to_all(
         self, x: Tensor, received: Sequence[int], sent: Sequence[int], stage: str, of: Sequence[Tensor] | None = None
@@ -125,10 +125,10 @@ class Transport:
         return x
 
     def begin(self, xs: Sequence[Tensor], stage: str) -> Any:
-        """The group, before an exchange that all ranks are in: of the same plan, stage, dtype and row shapes.
+        """The process group, after all ranks have agreed on plan, stage, dtype and row shapes of the next exchange.
 
         Raises:
-            RuntimeError: ranks that are elsewhere, or that do not come.
+            RuntimeError: ranks are in different exchanges, or a rank does not arrive.
         """
         group = self.group(stage)
         ranks = agreement_of(group)
@@ -152,8 +152,8 @@ class Transport:
         return group
 
     def _equal(self, group: Any, mine: str, stage: str, xs: Sequence[Tensor]) -> bool:
-        """Whether all ranks say the same, on CPUs: by the group's own collective, in which a rank that has ended is
-        noticed at once. Either every rank finds another's unequal, or none does."""
+        """Whether all ranks say the same, on CPUs. It uses a collective of the group, which notices a rank that has
+        ended at once. Either every rank finds a difference, or none does."""
         digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7], "little")
         given, found = (
             torch.full((self.size,), digest, device="cpu"),
@@ -163,7 +163,7 @@ class Transport:
         return bool((found == digest).all())
 
     def group(self, stage: str) -> Any:
-        """The process group, which is as it was when the plan was made."""
+        """The process group, after a check that it has not changed since the plan was made."""
         if not self.group_name:
             raise RuntimeError(
                 f"{stage}: the plan was made for {self.size} ranks without processes: pass plan(…, group) a group"
@@ -200,7 +200,7 @@ class Transport:
 
 
 def group_seconds(group: Any, device: torch.device) -> float:
-    """A group's own timeout."""
+    """The timeout of the group itself, in seconds."""
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
@@ -209,8 +209,8 @@ def group_seconds(group: Any, device: torch.device) -> float:
 
 @contextmanager
 def counted(*transports: Transport) -> Iterator[None]:
-    """A call that fails before its exchange counts as one: the other ranks are in theirs, and what they sent for it is
-    not for the call after it."""
+    """Counts a call that fails before its exchange as one exchange. The other ranks have begun theirs, and what they
+    sent must not reach the next call."""
     groups = [agreement_of(x.group("attention")) for x in transports if x.group_name and x.size > 1]
     begun = [x.exchanges for x in groups]
     try:
@@ -226,5 +226,5 @@ def _named(xs: Sequence[Tensor], first: int = 0) -> str:
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """x as a dtype that gloo has; nothing is computed."""
+    """x viewed as a dtype that gloo supports."""
     return x.view(torch.float16) if x.dtype in (torch.bfloat16, torch.int16) else x

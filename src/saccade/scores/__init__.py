@@ -15,8 +15,14 @@ from saccade.scores.bind import (
 )  # fmt: skip
 from saccade.scores.callbacks.graph import Graph, data_type
 from saccade.scores.callbacks.score_callback import callback_clear, callback_info, callback_key, score_callback
-from saccade.scores.codegen.program import CacheInfo, cache_clear, cache_info, program_of
-from saccade.scores.codegen.program_text import read_programs, written_programs
+from saccade.scores.codegen.program import (
+    CacheInfo,
+    cache_clear,
+    cache_info,
+    program_of,
+    read_programs,
+    written_programs,
+)
 from saccade.scores.codegen.ranges import LONGEST
 from saccade.scores.library import (
     KINDS,

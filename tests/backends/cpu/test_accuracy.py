@@ -68,6 +68,7 @@ def test_errors_are_those_of_pytorch(d, spread, shares):
     assert shares(512, d, spread).max() <= ALLOWED
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("spread", [1, 8, 40])
 @pytest.mark.parametrize("d", [64, 128])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.backends.triton import rank_sums
-from saccade.backends.triton.rank_sums import rank_sums_kernel
+from saccade.backends.triton import rank_rows
+from saccade.backends.triton.rank_rows import rank_sums_kernel
 
 TABLE = torch.tensor([[0, -1, 2, 3, -1], [4, 0, 1, -1, -1], [-1, 3, 0, 2, -1]], dtype=torch.int32)
 
@@ -29,7 +29,7 @@ def sums(parts, table):
 def test_to_the_bit(dtype, shape):
     a, b, c = torch.randn(3, 5, *shape).to(dtype)
     for parts in ([a, b, c], [a, a, b], [c, c, c]):
-        assert torch.equal(rank_sums.rank_sums(parts, TABLE, a), sums(parts, TABLE))
+        assert torch.equal(rank_rows.rank_sums(parts, TABLE, a), sums(parts, TABLE))
 
 
 @pytest.mark.parametrize("wrong", [(TABLE.flip(0), (0, 1, 2)), (TABLE, (1, 0, 2)), (TABLE.clamp(min=0), (0, 1, 2))])
@@ -42,4 +42,4 @@ def test_others_fail(wrong):
 
 def test_no_rows():
     none = torch.empty(0, 3, 1, 16)
-    assert rank_sums.rank_sums([none] * 3, TABLE[:, :0].contiguous(), none).shape == (0, 3, 1, 16)
+    assert rank_rows.rank_sums([none] * 3, TABLE[:, :0].contiguous(), none).shape == (0, 3, 1, 16)

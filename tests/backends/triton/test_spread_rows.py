@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade.backends.triton import rank_sums, spread_rows
-from saccade.backends.triton.spread_rows import spread_rows_kernel
+from saccade.backends.triton import rank_rows
+from saccade.backends.triton.rank_rows import spread_rows_kernel
 
 TABLE = torch.tensor([[4, -1, 0, 6, 1], [-1, -1, 5, 2, -1], [0, 1, -1, -1, 2]], dtype=torch.int32)
 HEADS = 3
@@ -37,9 +37,9 @@ def test_rows_are_where_the_table_says(d, d_v, dtype):
     """And nothing else is written."""
     keys, values, targets = operands(d, d_v, dtype)
     right = wanted(keys, values, TABLE, targets)
-    spread_rows.spread_rows(keys, values, targets, TABLE)
+    rank_rows.spread_rows(keys, values, targets, TABLE)
     assert equal(targets, right)
-    back = rank_sums.rank_sums([targets[0]], TABLE[:1], torch.cat((keys, values), -1))
+    back = rank_rows.rank_sums([targets[0]], TABLE[:1], torch.cat((keys, values), -1))
     assert torch.equal(back[[0, 2, 3, 4], :, :d], keys[[0, 2, 3, 4]])
 
 
@@ -63,5 +63,5 @@ def test_wrong_calls_are_noticed(wrong):
 
 def test_no_rows():
     keys, values, targets = operands(16, 16)
-    spread_rows.spread_rows(keys[:0], values[:0], targets, TABLE[:, :0].contiguous())
+    rank_rows.spread_rows(keys[:0], values[:0], targets, TABLE[:, :0].contiguous())
     assert all(bool((y == -9).all()) for y in targets)

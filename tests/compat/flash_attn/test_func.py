@@ -230,6 +230,7 @@ def test_wrong_operands():
         flash_attn_func(None, made.k, made.v, alibi_slopes=slopes(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"causal": True}, {"window_size": (5, 3), "softcap": 4.0}, {"alibi_slopes": slopes(4)}], ids=str
 )

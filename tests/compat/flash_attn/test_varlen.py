@@ -176,6 +176,7 @@ def test_wrong_calls():
         flash_attn_varlen_func(*tensors, cu_q, None, 3, 3, block_table=cu_q[None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{"causal": True}, {"alibi_slopes": torch.full((4,), 0.1)}], ids=str)
 def test_compiled(given, device):
     compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -189,6 +189,7 @@ def test_what_transformers_does_with_a_mask(utils):
         made[:, :, :, :3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "window", "chunks", "another", "union"])
 def test_compiled(utils, name):
     """In a compiled region too, where what a function captures cannot be read."""

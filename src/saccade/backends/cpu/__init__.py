@@ -76,8 +76,8 @@ def _without_unlisted(call: Call) -> Call:
 
 
 def _packed_forward(call: Call, lse: bool) -> Outputs:
-    """Of sequences end to end, one after the other, each in the way that is the fastest for it: out (1, h_q, t_q, d_v)
-    and, if asked for, lse and max_scores (1, h_q, t_q)."""
+    """Runs packed sequences one after the other, each by the path that is fastest for it. Returns out (1, h_q, t_q,
+    d_v) and, if requested, lse and max_scores (1, h_q, t_q)."""
     out = call.empty_out()
     row_lse = torch.full(call.q.shape[:3], -torch.inf, dtype=call.lse_dtype(), device="cpu")
     top = torch.full_like(row_lse, -torch.inf)

@@ -1,5 +1,5 @@
-"""The tiles of a call: the rows, keys and heads of each matrix product, computed once for a mask and a shape; and what
-one thread does with a tile, whose rows it reads and writes, and whose scores it computes.
+"""The tiles of a call, and the online softmax. Tiles are the rows, keys and heads of each matrix product, computed
+once per mask and shape. A `Worker` is one thread: it reads and writes the rows of a tile and computes its scores.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ class Tiling:
         """The share of all scores that are in visited tiles, None until it is needed."""
 
     def _heads(self) -> Iterator[tuple[slice, slice]]:
-        """As many heads together as fill a tile; those of one batch row where batch rows see different keys."""
+        """The groups of heads that fill a tile together. If batch rows see different keys, a group has heads of one
+        batch row."""
         b, h_k = self.shape.b, self.shape.h_k
         heads = max(1, TILE_ELEMENTS // (self.rows * self.shape.group * (self.width + self.rows)))
         if self.by_head:
@@ -480,7 +481,7 @@ class Worker:
         return b_idx[:, None, None, None], h_idx[:, None, None], q_idx[:, None], kv_idx
 
     def _function_indices(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What score functions and dropout take for a tile's indices: positions, where there are any."""
+        """The indices of a tile for score functions and dropout: positions, if the layout has any."""
         b_idx, h_idx, q_idx, kv_idx = self._indices(tile)
         if not self.placed:
             return b_idx + self.call.first_b, h_idx, q_idx, kv_idx

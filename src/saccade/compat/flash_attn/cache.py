@@ -169,8 +169,8 @@ def _table(q: Tensor, k_cache: Tensor, terms: CacheTerms) -> tuple[Tensor, Tenso
 
 
 def _rows_of(table: Tensor | None, row: Any, b: int, rows: int) -> Tensor:
-    """Rows of the page table, or of the cache, which has so many. A row that is not there, on a GPU, has pages that are
-    not there: nothing is written to them."""
+    """The page table of each sequence by cache_batch_idx. On a GPU a row outside the table gets pages outside the
+    cache, to which nothing is written."""
     if table is not None:
         arguments.tensors(page_table=table)
         if table.dim() != 2 or not table.shape[0]:

@@ -107,7 +107,7 @@ class GappySequenceInfo(UsedSequenceInfo):
 
 
 def usual_device(device: Any) -> Any:
-    """A device, or where there is none the one that xformers takes: a GPU if there is any."""
+    """The device, or for None the default of xformers: a GPU if there is one."""
     return device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -189,7 +189,7 @@ class BlockDiagonalMask(AttentionBias):
     def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
     ) -> Self:
-        """Sequences of these lengths; with kv_seqlen those of the keys are others. On a GPU, if there is one."""
+        """Sequences of these lengths; kv_seqlen gives the keys other lengths. On a GPU, if there is one."""
         q = SequenceInfo.from_seqlens(q_seqlen, device=device)
         if kv_seqlen is None or list(kv_seqlen) == list(q_seqlen):
             return cls(q, q)
@@ -414,7 +414,7 @@ class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedK
 
 @dataclass
 class PagedBlockDiagonalGappyKeysMask(AttentionBias):
-    """Keys in the pages of a cache, of which a sequence sees `kv_seqlen[i]` from its own `kv_seqstarts[i]` on."""
+    """Keys in the pages of a cache. Sequence i sees `kv_seqlen[i]` of them, starting at its own `kv_seqstarts[i]`."""
 
     q_seqinfo: SequenceInfo
     k_seqinfo: GappySequenceInfo

@@ -75,8 +75,8 @@ _FORM = frozenset(("dtype", "layout", "device", "pin_memory", "non_blocking", "m
 
 
 class Arguments:
-    """What an operation of aten is given beyond its defaults. What nobody took is refused, so that no argument is
-    ignored."""
+    """The arguments of an aten operation that differ from their defaults. An argument that no rule reads is an error,
+    so that none is ignored."""
 
     def __init__(self, node: fx.Node) -> None:
         self.name = name_of(node)
@@ -87,7 +87,7 @@ class Arguments:
         self.left = {name: x for name, x in self.given.items() if name not in defaults or x != defaults[name]}
 
     def first(self, count: int) -> list[Any]:
-        """The first of them, as many as there are or were meant to be; None where one is left out."""
+        """The first `count` arguments, with None for one that is left out."""
         names = [x.name for x in self.schema if not x.kwarg_only][:count]
         while names and names[-1] not in self.given:
             names.pop()

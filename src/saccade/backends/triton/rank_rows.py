@@ -1,4 +1,4 @@
-"""Copies of a rank's keys and values to all the places where calls need them."""
+"""Rows of ranks: copies of keys and values to all the places where calls need them, and sums of their gradients."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false
@@ -16,7 +16,57 @@ from triton import next_power_of_2
 from saccade.backends.device.launch import Launch, on_device
 from saccade.util.caches import BoundedCache
 
-# Keys and values to all the places where they are needed.
+_launches: BoundedCache[Any, Launch] = BoundedCache(512)
+
+# The gradients of rows that several ranks had, added up by the one that owns them: one launch.
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rank_sums_kernel(parts, table, sums, rows, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """`sums[row] = sum_i parts[i][table[i, row]]` in order, in float32 at least, for numbers that are not negative.
+
+    parts: PLACES times (…, WIDTH). table: int32 (PLACES, rows). sums: (rows, WIDTH).
+    """
+    row = tl.program_id(0)
+    # [BLOCK]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.float64 if sums.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.zeros([BLOCK], wide)
+    for i in tl.static_range(PLACES):
+        at = tl.load(table + i * rows + row).to(tl.int64)
+        there = column < tl.where(at >= 0, WIDTH, 0)
+        total += tl.load(parts[i] + at * WIDTH + column, mask=there, other=0.0).to(wide)
+    pointers = sums + row.to(tl.int64) * WIDTH + column
+    tl.store(pointers, total.to(sums.dtype.element_ty), mask=column < WIDTH)
+
+
+def rank_sums(parts: Sequence[Tensor], table: Tensor, like: Tensor) -> Tensor:
+    """(rows, …) beside `like`: for each row the sum over i, in order, of row `table[i, row]` of parts[i], which may be
+    in the memory of another device. -1 is nothing. Sums are of float32 at least.
+
+    >>> own, theirs = torch.tensor([[1.0], [2.0]]), torch.tensor([[4.0]])
+    >>> rank_sums([theirs, own], torch.tensor([[-1, 0], [1, 0]], dtype=torch.int32), own)  # doctest: +SKIP
+    tensor([[2.], [5.]])
+    """
+    rows = table.shape[1]
+    sums = like.new_empty(rows, *like.shape[1:])
+    if sums.numel():
+        with on_device(sums):
+            aligned = (x.data_ptr() % 16 == 0 for x in (*parts, sums))
+            key = "sums", sums.dtype, sums.device, sums.shape, *aligned
+            launch = _launches.get_or_make(key, lambda: sums_launch(sums, len(parts)))
+            launch(sums.device.index, (tuple(parts), table, sums, rows))
+    return sums
+
+
+def sums_launch(sums: Tensor, rows: int) -> Launch:
+    width = sums.shape[1:].numel()
+    block = min(next_power_of_2(width), 1024)
+    grid = sums.shape[0], -(-width // block), 1
+    return Launch(rank_sums_kernel, grid, (width, rows, block))
+
+
+# A rank's keys and values, read once, to where its own call needs them and to where others find them: one launch.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,9 +105,6 @@ def _spread(
         tl.store(targets[i] + at * (HEADS * PITCH) + target, numbers, mask=(at >= 0) & (column < HEADS * D))
 
 
-# A rank's keys and values, read once, to where its own call needs them and to where others find them: one launch.
-
-
 ELEMENTS = 4096
 """Of a program."""
 
@@ -79,15 +126,12 @@ def spread_rows(keys: Tensor, values: Tensor, targets: Sequence[Tensor], table: 
     if keys.numel() or values.numel():
         with on_device(keys):
             aligned = (x.data_ptr() % 16 == 0 for x in (keys, values, *targets))
-            key = keys.dtype, keys.device, keys.shape, values.shape, len(targets), *aligned
-            launch = _launches.get_or_make(key, lambda: prepare(keys, values, len(targets)))
+            key = "spread", keys.dtype, keys.device, keys.shape, values.shape, len(targets), *aligned
+            launch = _launches.get_or_make(key, lambda: spread_launch(keys, values, len(targets)))
             launch(keys.device.index, (keys, values, tuple(targets), table, keys.shape[0]))
 
 
-_launches: BoundedCache[Any, Launch] = BoundedCache(256)
-
-
-def prepare(keys: Tensor, values: Tensor, most_rows: int) -> Launch:
+def spread_launch(keys: Tensor, values: Tensor, most_rows: int) -> Launch:
     heads, d, d_v = keys.shape[1], keys.shape[2], values.shape[2]
     width = heads * max(d, d_v)
     block = min(next_power_of_2(width), ELEMENTS)
