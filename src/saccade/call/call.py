@@ -158,7 +158,7 @@ class Call:
             *(q.dtype, k.dtype, q.device, None if self.descale is None else self.descale.key),
             *(q.shape, k.shape, v.shape[3], q.stride(), k.stride(), v.stride()),
             *[x % ALIGNMENT for x in at],
-            self.latent,
+            (layout.has_pages or (mask is not None and mask.bounds_per_row)) and self.latent,
             *(layout.text, None if mask is None else (mask.identity, mask.has_lower_bound), score and score.identity),
             *(self.sink is None, self.deterministic, self.dropout is None, self.max_scores),
             None if out is None else (out.dtype, out.stride(), address(out) % ALIGNMENT),
@@ -183,10 +183,10 @@ class Call:
         """Whether values are read with the keys that pages or lists name: v is the first columns of k, by being their
         view. Of one address, and of equal strides and dtype, equal indices are equal bytes."""
         k, v, mask = self.k, self.v, self.mask
-        named = self.layout.has_pages or (
-            mask is not None and any(isinstance(x, masks.Selected) for x in mask.leaves())
-        )
-        if not named or v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
+        lists = mask is not None and mask.bounds_per_row and any(isinstance(x, masks.Selected) for x in mask.leaves())
+        if not lists and not self.layout.has_pages:
+            return False
+        if v.shape[3] > k.shape[3] or v.dtype != k.dtype or v.stride() != k.stride():
             return False
         at_k, at_v = _addresses(k, v)
         return at_v == at_k != 0

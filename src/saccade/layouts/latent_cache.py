@@ -156,9 +156,9 @@ class LatentCache:
         if slots is None or slots.numel() >= self.slots:
             return self.rows(None, dtype).view(*self.bytes.shape[:2], 1, self.record.d), layout
         there = (slots >= 0) & (slots < self.slots)
-        place = torch.arange(slots.numel(), device=slots.device, dtype=torch.int32).view(slots.shape)
+        index = torch.arange(slots.numel(), device=slots.device, dtype=torch.int32).view(slots.shape)
         found = Paged(
-            slots=torch.where(there, place, -1), seqused_k=layout.seqused_k, cu_seqlens_q=layout.cu_seqlens_q,
+            slots=torch.where(there, index, -1), seqused_k=layout.seqused_k, cu_seqlens_q=layout.cu_seqlens_q,
             num_splits=layout.num_splits,
         )  # fmt: skip
         return self.rows(slots.flatten(), dtype)[:, None, None], found

@@ -7,12 +7,12 @@ Neighbouring rows may share a table, of the slots that some of them see, in the 
 bits say which rows see it.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +40,16 @@ LEAST_ROWS = 1024
 """Rows of a call from which neighbours share tables: prompts, whose tiles would be half empty otherwise."""
 MOST_MEMBERS = 1 << 30
 """Bytes of the bits of all slots and rows, of which shared tables are made."""
+
+
+class PageArgs(NamedTuple):
+    """Where keys are that are in pages; numbers are `runtime_int`s."""
+
+    table: Any
+    stride: Any
+    """of a row of the table"""
+    count: Any
+    """pages of the cache"""
 
 
 class SlotLists(NamedTuple):
@@ -100,7 +110,7 @@ class SlotLists(NamedTuple):
             size, s_k = k.shape[2], layout.capacity(k.shape[2])
             if isinstance(layout, Paged):
                 table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
-                pages = table, runtime_int(table.stride(0)), runtime_int(k.shape[0])
+                pages = PageArgs(table, runtime_int(table.stride(0)), runtime_int(k.shape[0]))
         records = ListArgs.of(lists, call), pages, *spans, masks.device_args(call.replace(mask=others))
         all_rows = len(self.used) // -(-self.length // self.rows) * self.length if self.length else 0
         target = self.table if members is None else members
@@ -173,11 +183,11 @@ def slots_kernel(
         if pages is None:
             slot = b * step + kv_idx
         else:
-            page = tl.load(pages[0] + b.to(tl.int64) * plain_int(pages[1]) + kv_idx // size, mask=named, other=0)
-            slot = tl.minimum(tl.maximum(page, 0), plain_int(pages[2]) - 1).to(tl.int32) * step + kv_idx % size
+            page = tl.load(pages.table + b.to(tl.int64) * plain_int(pages.stride) + kv_idx // size, mask=named, other=0)
+            slot = tl.minimum(tl.maximum(page, 0), plain_int(pages.count) - 1).to(tl.int32) * step + kv_idx % size
         if ROWS == 1:
-            place = count + tl.cumsum(named.to(tl.int32), 0) - 1
-            tl.store(target + place, slot, mask=named)
+            offset = count + tl.cumsum(named.to(tl.int32), 0) - 1
+            tl.store(target + offset, slot, mask=named)
             count += tl.sum(named.to(tl.int32), 0)
         else:
             bit = slot % (32 // ROWS) * ROWS + within % ROWS
@@ -201,10 +211,10 @@ def groups_kernel(table, used, members, words, n, CHUNK: tl.constexpr, ROWS: tl.
         found = i * 0
         for j in tl.static_range(PER_WORD):
             found += ((word >> (j * ROWS)) & ((1 << ROWS) - 1) != 0).to(tl.int32)
-        place = count + tl.cumsum(found, 0) - found
+        offset = count + tl.cumsum(found, 0) - found
         for j in tl.static_range(PER_WORD):
             bits = (word >> (j * ROWS)) & ((1 << ROWS) - 1)
-            tl.store(target + place, ((i * PER_WORD + j) << ROWS) | bits, mask=bits != 0)
-            place += (bits != 0).to(tl.int32)
+            tl.store(target + offset, ((i * PER_WORD + j) << ROWS) | bits, mask=bits != 0)
+            offset += (bits != 0).to(tl.int32)
         count += tl.sum(found, 0)
     tl.store(used + group, count)

@@ -37,7 +37,7 @@ from saccade.backends.hopper.latent.load import (
     Seesaw,
     gathers,
     load,
-    place_of,
+    row_of,
     row_tile,
 )
 from saccade.backends.hopper.pipeline import Slots, new_barriers
@@ -198,7 +198,7 @@ def score_rows(args, rule, rows, number, used, keys):
     """The ScoreRows of a part."""
     ROWS: gl.constexpr = args.shape.ROWS
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
-    b, row = place_of(args, number, rows.row)
+    b, row = row_of(args, number, rows.row)
     # [64]
     i = gl.arange(0, 64, layout)
     q_idx = row + i % ROWS

@@ -44,7 +44,7 @@ class Cut:
     lines: int
     """programs for each of them, for the keys of all sequences together"""
 
-    listed: bool
+    has_lists: bool
     """Each row, or group of rows, is a sequence, and has slots of its own."""
     sequences: int
     capacity: int
@@ -77,7 +77,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         return results
     with on_device(call.q):
         lists, cache, spans = None, call.k, positions.spans(call)
-        if limits.listed(call):
+        if limits.has_lists(call):
             lists = SlotLists.of(call, launches, shares=True)
             cache, spans = lists.cache, (spans[0], spans_of(None, lists.used))
             call = call.replace(mask=None)
@@ -97,7 +97,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         if launch is None:
             launch = launches[key] = prepare(call, cut, cache)
         index, schedule, parts = q.device.index, empty_schedule(call, cut), empty_parts(call, cut)
-        sizes = (None, spans[1], mask, 1) if cut.listed else (*spans, mask, q.shape[2])
+        sizes = (None, spans[1], mask, 1) if cut.has_lists else (*spans, mask, q.shape[2])
         scheduling(launches, cut)(index, (schedule, *sizes, cut.capacity))
         given = arguments(cache, (target, *rows, *parts, sink), schedule, spans, pages_of(call, lists), mask, score)
         launch(index, (q, cache), given, call.scale)
@@ -146,8 +146,8 @@ def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ())
         warps, chunk = (1, 4) if 2 * cut.sequences >= cut.lines else (4, 16)
         by_line = cut.sequences > cut.lines - 1
         splits = 1 << (cut.lines - 1).bit_length()
-        constants = call.group, cut.rows, call.v.shape[3], splits, chunk, cut.listed, by_line
-        rows = call.q.shape[1] * (cut.rows if cut.listed else call.q.shape[2])
+        constants = call.group, cut.rows, call.v.shape[3], splits, chunk, cut.has_lists, by_line
+        rows = call.q.shape[1] * (cut.rows if cut.has_lists else call.q.shape[2])
         grid = rows * (cut.lines - 1 if by_line else cut.sequences), 1, 1
         return Launch(merge_kernel, grid, constants, warps, stages=1)
 
@@ -178,6 +178,6 @@ def prepare(call: Call, cut: Cut, cache: Tensor) -> TMALaunch:
         shape_of(cache, (1, 1, box, 64)),
     ]
     numbers = cut.tiles, cut.blocks, cache.shape[1], call.group, q.shape[2], cut.capacity
-    sizes = {"ROWS": cut.rows, "LISTED": cut.listed, "REGISTERS": 232, "LOADER_REGISTERS": 48}
+    sizes = {"ROWS": cut.rows, "LISTED": cut.has_lists, "REGISTERS": 232, "LOADER_REGISTERS": 48}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

@@ -23,7 +23,7 @@ def applies(call: Call) -> bool:
     return call.latent and max(call.q.shape[3], call.v.shape[3]) > 256
 
 
-def listed(call: Call) -> bool:
+def has_lists(call: Call) -> bool:
     """Whether each row has its own list of keys, which are gathered."""
     return isinstance(call.layout, SlotRows) or row_lists_obstacle(call) is None
 
@@ -45,7 +45,7 @@ def refusals(call: Call) -> list[str]:
     if not layout.has_pages and (lacking := row_lists_obstacle(call)) is not None:
         reasons.append(f"takes latent attention without pages for {lacking}")
     rows, slots = call.q.shape[2] * call.group, isinstance(layout, SlotRows)
-    if rows < LEAST_ROWS and (layout.sequences < LEAST_LISTS if slots else not listed(call)):
+    if rows < LEAST_ROWS and (layout.sequences < LEAST_LISTS if slots else not has_lists(call)):
         wanted = f"{LEAST_ROWS} query rows and more for each sequence and key head"
         wanted += f", or {LEAST_LISTS} rows of slots" if slots else ""
         reasons.append(f"takes latent attention of {wanted}, not {rows}")

@@ -272,8 +272,8 @@ def merge_kernel(
     stride = tiles.to(tl.int64) * 64
     inside = (start % length > 0).to(tl.int32)
     there_are = i < count
-    places = row_of_parts + number_of_part(i, inside) * stride
-    lses = tl.load(part_lse + places, mask=there_are, other=float("-inf"))
+    offsets = row_of_parts + number_of_part(i, inside) * stride
+    lses = tl.load(part_lse + offsets, mask=there_are, other=float("-inf"))
     top = tl.max(lses, 0)
     column = tl.full([], float("-inf"), tl.float32) if sink is None else finite(tl.load(sink + h).to(tl.float32))
     top = tl.maximum(top, column)
@@ -300,7 +300,7 @@ def merge_kernel(
     if lse is not None:
         tl.store(head(lse, b.to(tl.int64), h, row), tl.where(empty, float("-inf"), infinite(top + tl.log(total), top)))
     if max_scores is not None:
-        tops = tl.load(part_max + places, mask=there_are, other=float("-inf"))
+        tops = tl.load(part_max + offsets, mask=there_are, other=float("-inf"))
         broken = tl.max((tops != tops).to(tl.int32), 0) > 0
         tl.store(head(max_scores, b.to(tl.int64), h, row), tl.where(broken, float("nan"), tl.max(tops, 0)))
 
@@ -354,7 +354,7 @@ def gathers(page_size):
 
 
 @gluon.jit
-def place_of(args, number, row):
+def row_of(args, number, row):
     """Batch row and query row of a sequence's row."""
     if args.shape.LISTED:
         groups = gl.cdiv(args.s_q, args.shape.ROWS)
@@ -370,7 +370,7 @@ def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
     end = gl.load(args.schedule.starts + number + 1)
     first = gl.load(args.schedule.firsts + number) + tile - start
     tiles = gl.minimum(end, stop) - tile
-    b, row = place_of(args, number, rows.row)
+    b, row = row_of(args, number, rows.row)
     _, _, _, used = extent(args.used_q, b, args.s_q)
     _, _, _, keys = extent(args.used_k, number, args.s_k)
     # [64]
@@ -393,7 +393,7 @@ def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
 @gluon.jit
 def load_queries(args, pipe, rows, number, drawn):
     """Fills the slot with the program's query rows."""
-    b, row = place_of(args, number, rows.row)
+    b, row = row_of(args, number, rows.row)
     CHUNKS: gl.constexpr = pipe.queries.CHUNKS
     pipe.queries.claim(drawn)
     full = pipe.queries.full.index(0)
