@@ -123,6 +123,15 @@ def tensors(s_q, s_k, dtype=torch.float32):
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_selects_that_leave_no_key(form):
+    """One inside of the other: the window of the outer one alone would be a part of what is hidden."""
+    score_mod = hiding([("kv_idx - q_idx < n", 0), ("abs", 0)], form, nested=True)
+    q, k, v = tensors(9, 9)
+    check(q, k, v, score_mod=score_mod, return_max_scores=True).assert_ok()
+    assert explain(q, k, v, score_mod=score_mod).hidden is None
+
+
 @given(
     bounds=st.lists(st.tuples(st.sampled_from(sorted(BOUNDS)), st.integers(-2, 12)), min_size=1, max_size=3),
     form=st.sampled_from(sorted(FORMS)),

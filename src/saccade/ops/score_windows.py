@@ -139,6 +139,8 @@ class _Analysis:
         self.program, self.raw, self.numbers = program, program.raw, numbers
         self.bounds: list[DistanceBound] = []
         self.alike: list[tuple[DistanceBound, DistanceBound]] = []
+        self.contradictory = False
+        """Whether a select masks all keys that the bounds leave: no window says so."""
 
     def split(self) -> ScoreSplit | None:
         program, graph = self.program, self.raw.module.graph
@@ -151,7 +153,7 @@ class _Analysis:
             complete &= select.complete
             self._simplify()
             select = self._outermost()
-        if not self.bounds:
+        if not self.bounds or self.contradictory:
             return None
         graph.eliminate_dead_code()
         rest = Program(program.name, self.raw, program.dtype)
@@ -311,11 +313,14 @@ class _Analysis:
                     _replace(x, x.args[1 - known.index(neutral)])
             elif name == "where" and known[0] is not None and len(x.args) == 3:
                 selected = x.args[1 if known[0] else 2]
+                self.contradictory |= self._masking_value(selected) is not None
                 if self._is_zero(selected) and all(name_of(user) == "add" for user in x.users):  # of any type
                     x.replace_all_uses_with(selected)
                 _replace(x, selected)
-            elif name == "masked_fill" and known[1] is False:
-                _replace(x, x.args[0])
+            elif name == "masked_fill" and known[1] is not None:
+                self.contradictory |= known[1] and self._masking_value(x.args[2]) is not None
+                if not known[1]:
+                    _replace(x, x.args[0])
             elif name == "add" and len(x.args) == 2:
                 for y, other in (x.args, x.args[::-1]):
                     if self._is_zero(other):

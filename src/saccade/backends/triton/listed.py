@@ -109,9 +109,9 @@ class Work(NamedTuple):
         return cached_launch(self.launches, (kernel.__name__, *forms, precision()), make)
 
 
-ROWS_OF_KEYS = 64
+ROWS_OF_KEYS = 32
 """Rows of all heads that share lists, in a tile of gradients of keys."""
-CONFIGS = {"listed_kernel": (4, 3), "listed_dq_kernel": (4, 2), "listed_dkdv_kernel": (8, 3)}
+CONFIGS = {"listed_kernel": (4, 3), "listed_dq_kernel": (4, 2), "listed_dkdv_kernel": (4, 4)}
 """Warps of a program, and stages of loads in flight."""
 
 

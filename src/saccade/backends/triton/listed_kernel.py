@@ -16,9 +16,9 @@ import triton.language as tl
 
 from saccade.backends.device.key_lists import list_of_row
 from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, tile_of
-from saccade.backends.device.q_block import ScoreArgs, masked_scores, online_softmax, weight_gradient
+from saccade.backends.device.q_block import ScoreArgs, online_softmax, weight_gradient
 from saccade.backends.device.records import aggregate, plain_int
-from saccade.backends.device.tiles import add_sink, head, load_tile, log_sum, store_largest
+from saccade.backends.device.tiles import add_sink, head, load_tile, log_sum, logits, store_largest
 from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, store_dk, store_dv
 
 LAST = tl.constexpr((1 << 31) - 1)
@@ -67,6 +67,9 @@ class ListBlock:
     there: Any
     live: Any
     """[block_q]: which rows there are, and which of them are in use"""
+    lo: Any
+    hi: Any
+    """[block_q]: their hulls"""
     offset: Any
     """[block_q]: in tensors (b, h, s)"""
     entries: Any
@@ -106,16 +109,20 @@ def list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
         bits = unions.bits + first
     live = known & (q_idx < rows)
     h_k = some * SHARE // shape.GROUP
+    lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
+    lo = tl.maximum(lo, 0)
+    hi = tl.where(live, tl.minimum(hi, keys), 0)
     return ListBlock(
-        args, batch, first_q, first_k, row, q_idx, h, h_k, known, live, offset, entries, step, length, bits
+        args, batch, first_q, first_k, row, q_idx, h, h_k, known, live, lo, hi, offset, entries, step, length, bits
     )
 
 
 @triton.jit
 def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
     """The keys [block_k] of a tile that begins at number `start` of all that entries name; which of them there are; and
-    which rows list them, [block_q, block_k] or what broadcasts to it. WHOLE: they are of one entry."""
-    size, keys = plain_int(lists.keys), block.args.keys
+    which of them rows see, [block_q, block_k]. WHOLE: they are of one entry."""
+    size = plain_int(lists.keys)
+    args = block.args
     # [block_k]
     number = start + tl.arange(0, shape.BLOCK_K)
     if WHOLE:
@@ -124,17 +131,21 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
     else:
         index = number // size
         entry = tl.load(block.entries + index.to(tl.int64) * block.step, mask=index < block.length, other=-1)
-    entry = tl.where((entry >= 0) & (entry < tl.cdiv(keys, size)), entry, -1).to(tl.int32)
+    entry = tl.where((entry >= 0) & (entry < tl.cdiv(args.keys, size)), entry, -1).to(tl.int32)
     kv_idx = entry * size + number - index * size
-    named = (kv_idx >= 0) & (kv_idx < keys)
-    seen = named[None, :]
+    named = (kv_idx >= 0) & (kv_idx < args.keys)
+    lo, hi = block.lo[:, None], block.hi[:, None]
     if block.bits is not None:
         if WHOLE:
-            seen = seen & (((tl.load(block.bits + index) >> block.row) & 1) != 0)[:, None]
+            hi = tl.where(((tl.load(block.bits + index) >> block.row) & 1) != 0, block.hi, 0)[:, None]
         else:
             bits = tl.load(block.bits + index, mask=index < block.length, other=0)
-            seen = seen & (((bits[None, :] >> block.row[:, None]) & 1) != 0)
-    return tl.where(named, kv_idx, 0), named, seen
+            hi = tl.where(((bits[None, :] >> block.row[:, None]) & 1) != 0, hi, 0)
+    seen = (kv_idx[None, :] >= lo) & (kv_idx[None, :] < hi)
+    kv_idx = tl.where(named, kv_idx, 0)
+    if not args.mask.exact:
+        seen = seen & args.mask.sees(args.mask.data, args.b, args.h, block.q_idx[:, None], kv_idx[None, :], args.off)
+    return kv_idx, named, seen
 
 
 @triton.jit
@@ -181,7 +192,7 @@ def listed_kernel(
         at, key = key_places(block, pages, page_size, kv_idx, named)
         k_tile = head_rows(k, at, block.h_k, key, named, shape.D, shape.BLOCK_D)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
-        x = masked_scores(qk, args, block.q_idx[:, None], kv_idx[None, :], True)
+        x = logits(qk, score, scale, args.b, args.h, block.q_idx[:, None], kv_idx[None, :])
         x = tl.where(seen, x, float("-inf"))
         p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, score)
         v_tile = head_rows(v, at, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)
@@ -220,7 +231,7 @@ def listed_dq_kernel(
         v_tile = head_rows(v, batch, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
-        _, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], True)
+        _, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], False)
         ds = tl.where(seen, apply_slope(ds, qk, args, q_idx, kv_idx[None, :]), 0.0)
         dq_sum = tl.dot(ds.to(k_tile.dtype), k_tile, dq_sum, input_precision=shape.PRECISION)
     store_rows(dq, block, dq_sum * scale, shape.D, shape.BLOCK_D)
