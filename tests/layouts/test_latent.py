@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain, softcap, window
+from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain, selected, softcap, window
 from saccade.backends import backend_module, cpu
 from saccade.ops import dispatch
 from saccade.testing import check
@@ -48,7 +48,7 @@ def test_views_alone_are_latent():
         (17, 1, {"size": 1}, None),
         (16, 1, {}, "17 query rows and more for each sequence and key head, not 16"),
         (128, 1, {"packed": True}, "equally many queries for each sequence"),
-        (128, 1, {"max_scores": True}, "no max_scores for latent attention"),
+        (128, 1, {"max_scores": True}, None),
         (128, 1, {"num_splits": 1}, "not with num_splits=1"),
         (128, 1, {"d_v": 448}, "takes head dims 576/512 for latent attention, not 576/448"),
         (128, 1, {"dtype": torch.float32}, "16-bit"),
@@ -67,6 +67,33 @@ def test_which_kernel_takes_what(on_hopper, heads, s_q, changes, reason):
     assert told.spec.latent
     assert told.backend == ("gluon" if reason is None else "triton")
     assert reason is None or reason in "; ".join(told.reasons["gluon"]) or given["dtype"] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "backend"), [(16, 2, "triton"), (17, 2, "gluon"), (16, 1024, "gluon"), (1, 1024, "gluon")]
+)
+def test_which_kernel_takes_slots(on_hopper, heads, rows, backend):
+    cache, q = torch.randn(5, 16, 1, D).bfloat16(), torch.randn(rows, heads, D).bfloat16()
+    layout = Paged(slots=torch.zeros(rows, 3).int(), seqused_k=torch.zeros(rows).int())
+    assert explain(q, cache, cache[..., :D_V], layout=layout).backend == backend
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (selected, None),
+        (lambda lists: selected(lists) & causal(), None),
+        (lambda lists: selected(lists.expand(-1, 4, -1, -1)), "lists of keys that all heads share"),
+        (lambda lists: selected(lists) | causal(), "one list of keys, beside other masks by &"),
+        (lambda lists: selected(lists) & selected(lists + 1), "one list of keys, beside other masks by &"),
+    ],
+)
+def test_lists_over_dense_latents(on_hopper, change, reason):
+    kv, q = torch.randn(2, 9, 1, D).bfloat16(), torch.randn(2, 3, 4, D).bfloat16()
+    mask, layout = change(torch.zeros(2, 1, 3, 2).int()), Dense("bshd")
+    told = explain(q, kv, kv[..., :D_V], mask=mask, layout=layout)
+    assert (told.backend == "gluon") == (reason is None)
+    assert not reason or reason in "; ".join(told.reasons["gluon"])
 
 
 @pytest.fixture
