@@ -22,7 +22,10 @@ def zero_tail(tile, used, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
             for column in gl.static_range(0, COLUMNS, WIDTH):
                 # [8, WIDTH]
                 part = tile.slice(start, 8, 0).slice(column, WIDTH, 1)
-                part.store(gl.where(kept[:, None], part.load(layout), 0.0))
+                if start >= used:  # no load to wait for
+                    part.store(gl.zeros([8, WIDTH], tile.dtype, layout))
+                else:
+                    part.store(gl.where(kept[:, None], part.load(layout), 0.0))
     fence_async_shared()
 
 

@@ -78,9 +78,10 @@ def reduce_dq(c: gl.constexpr, dq_desc, gradient_desc, shared, args):
 def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, steps, args):
     """Adds consumer c's halves of dq of so many steps of a block, of which `first` is the first."""
     outbox = shared.outbox
-    # A box is what the second consumer makes: it may have fewer columns.
-    BOX: gl.constexpr = dq_desc.block_shape[1]
-    COPIES: gl.constexpr = outbox.tiles.shape[2] // BOX if c == 0 else 1
+    # A box is what the second consumer makes: it may have fewer rows.
+    BOX: gl.constexpr = dq_desc.block_shape[0]
+    ROWS: gl.constexpr = outbox.tiles.shape[1]
+    COPIES: gl.constexpr = ROWS // BOX if c == 0 else 1
     semaphore = args.dq_semaphore
     for n in range(steps):
         tile = dq_tile(c, n, block, args)
@@ -91,7 +92,7 @@ def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, 
             # dq was made of it: all of it is there. The consumer overwrites it after the wait for the next place.
             store_ds(c, gradient_desc, shared.ds.part(c, first + n), n, block, args)
         for i in gl.static_range(COPIES):
-            tma_reduce_add(dq_desc, [tile, i * BOX], outbox.tiles.index(c).slice(i * BOX, BOX, 1))
+            tma_reduce_add(dq_desc, [tile * ROWS + i * BOX, 0], outbox.tiles.index(c).slice(i * BOX, BOX, 0))
         tma.store_wait(0)
         outbox.clear(c)
         if semaphore is not None and n > 0:

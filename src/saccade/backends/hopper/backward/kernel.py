@@ -40,7 +40,7 @@ from saccade.backends.hopper.backward.scores import (
 from saccade.backends.hopper.backward.tile_scheduler import NUMBERS, has_work, read_record
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, Slots, new_barriers, new_ring
-from saccade.backends.hopper.shim import Value, aggregate, start_next, wait_for_last
+from saccade.backends.hopper.shim import Value, aggregate, start_next, thread_barrier, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, store_sums, thread_sums, wait_for_sums
 
 # The consumers of the backward up to d = 128: dk and dv of 64 keys each, and half of every dq.
@@ -200,6 +200,8 @@ class Consumer:
         if n > self.first:
             shared.outbox.claim(c, n - 1)
             shared.outbox.send(c, to_register_order(dq))
+        if shared.outbox.FOLLOWS:  # where warps wait for one another anyway, and not for ds
+            thread_barrier()
         shared.dout_ring.wait(n)
         # dp and ds: [64, BLOCK_Q]
         if FOLD:
@@ -224,6 +226,7 @@ class Consumer:
         shared.ds.tile(c, n).store(ds)
         fence_async_shared()
         shared.ds.give(c, n)
+        shared.outbox.follow(c, n > self.first)
         dk = issue_sums(ds_operand, q, dk)
         if MASKED and FOLD:
             bounds = bounds_of_rows(self.args.kv_blocks, self.block, following, columns)
@@ -359,6 +362,9 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     dq = warpgroup_mma_wait(0, [dq])
     shared.outbox.claim(c, end - 1)
     shared.outbox.send(c, to_register_order(dq))
+    if shared.outbox.FOLLOWS:
+        fence_async_shared()
+    shared.outbox.follow(c, True)
     # Both consumers have read all of k when both have come here.
     shared.ds.give(c, end)
     shared.ds.take(c, end)
@@ -432,7 +438,8 @@ def backward_kernel(
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_DV], dout_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [V_SLOTS, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_Q * BLOCK_D // 2], dq_desc.layout)
+    WIDTH: gl.constexpr = dq_desc.block_shape[1]
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q * BLOCK_D // 2 // WIDTH, WIDTH], dq_desc.layout)
     captured_tiles = None
     if CAPTURED:
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout)
@@ -453,7 +460,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
         DSExchange(gl.allocate_shared_memory(DTYPE, [2, DS_SHAPE[0], DS_SHAPE[1]], DS), CAPTURED),
-        Outbox(dq_tiles, new_barriers(2, 1)),
+        Outbox(dq_tiles, new_barriers(2, 1), BLOCK_Q == 64 and D_LAST == 64),
         captured_tiles,
         D_LAST,
         DV_LAST,

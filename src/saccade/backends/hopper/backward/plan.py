@@ -28,13 +28,13 @@ from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
 from saccade.scores import Traced
 
-BALANCE = 7
-"""Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided up."""
 SECTION = 4
-"""Heads whose kv blocks take turns, where no two share keys."""
+"""Heads whose kv blocks take turns."""
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
+COPIED = 256
+"""Numbers of one dimension of a bulk copy, at most."""
 HANDED = 852
 """Bytes of shared memory, at most, for barriers, numbers of work items and what each call hands to the kernel's warps,
 as Triton passes all that these use through shared memory."""
@@ -76,6 +76,12 @@ class BackwardConfig:
     def stays(self) -> bool:
         """Whether programs stay on a multiprocessor, and draw kv blocks; else each has one."""
         return self.kernel is backward_kernel
+
+    @property
+    def balance(self) -> int:
+        """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided
+        up."""
+        return 7 if self.stays else 14
 
     @property
     def turned(self) -> bool:
@@ -162,7 +168,7 @@ class BackwardPlan:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)
         programs = b * h_k * kv_blocks
-        divided = shares_of(call.group, programs, processors * (1 if call.mask is None else BALANCE))
+        divided = shares_of(call.group, programs, processors * (1 if call.mask is None else config.balance))
         if call.mask is not None and "h" in call.mask.indices:  # a list is of one head
             divided = call.group
         constant_beyond = config.stays and not call.deterministic and bias_sums.constant_beyond(call)
@@ -179,9 +185,7 @@ class BackwardPlan:
         plain_scores = call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
         fold = block_q == 64 and plain_scores and not spills
         masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
-        section = SECTION if call.group == 1 else divided
-        if call.deterministic and kv_blocks > MANY:
-            section = min(section, 2)
+        section = section_size(call, config, divided, kv_blocks)
         if packed:  # in rows, as sequences have more or fewer
             section = L2_BYTES // (call.group * ((d + d_v) * q.element_size() + 4 * d))
         else:
@@ -189,8 +193,10 @@ class BackwardPlan:
         # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum and what is captured
         shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
         if config.stays:
-            second = 64 * upper_half(d, config.columns) if block_q == 64 else PIECE.value
-            shapes.append(plain(tiles, (1, second)))
+            # What the second consumer makes of 64 rows is one copy.
+            second = 64 * upper_half(d, config.columns) // COPIED
+            rows_of_copies = plain((tiles[0] * tiles[1] // COPIED, COPIED), (second, COPIED))
+            shapes.append(rows_of_copies if block_q == 64 else plain(tiles, (1, PIECE.value)))
             if captured is not None:
                 shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
@@ -274,6 +280,15 @@ def upper_half(d: int, columns: int) -> int:
 def shares_of(group: int, programs: int, least: float) -> int:
     """Into how many shares a group is divided, so that there are at least so many programs, if it can be."""
     return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
+
+
+def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int) -> int:
+    """How many shares' kv blocks take turns. Under a causal mask more of them end rounds more evenly
+    (notes/gluon_backward.md)."""
+    if call.mask is not None and call.mask.kind == "causal" and not call.deterministic:
+        return -(-SECTION * (2 if config.stays else 1) // divided) * divided
+    section = SECTION if call.group == 1 else divided
+    return min(section, 2) if call.deterministic and kv_blocks > MANY else section
 
 
 def share_by_share(x: Tensor, divided: int) -> Tensor:

@@ -229,7 +229,7 @@ def prepare(
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
     blocks = -(-s_q // (rows * config.consumers))
     packs = -(-call.group // heads)
-    section = work_item.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size())
+    section = work_item.section_size(b * h_k * packs, packs, s_k * (d + d_v) * q.element_size(), blocks, processors)
     if call.mask is None:
         section = packs
     if packed:

@@ -19,6 +19,9 @@ L2_BYTES = 36 << 20
 """K and V of the heads that are worked on at one time: of what the L2 cache of an H200 holds a little more than half
 (notes/gluon.md)."""
 
+SHORT_BLOCKS = 8
+"""Blocks of rows of a head that has few (notes/gluon.md)."""
+
 FEW = tl.constexpr(4)
 """Rounds, in each of which a program has one item, that have a fixed order."""
 LATE = tl.constexpr(4)
@@ -110,10 +113,13 @@ def locate_packed(
     return b, head // scheduler.packs, head % scheduler.packs * PACK, row
 
 
-def section_size(heads: int, packs: int, kv_bytes: int) -> int:
-    """Heads whose keys and values fit L2 together, in sections of equal size; those that share keys count once."""
-    key_heads = heads // packs
-    sections = -(-key_heads // max(1, L2_BYTES // max(kv_bytes, 1)))
+def section_size(heads: int, packs: int, kv_bytes: int, blocks: int, processors: int) -> int:
+    """Heads whose keys and values fit L2 together, in sections of equal size; those that share keys count once. Of
+    short rows, of so many blocks, fewer: long and short items take turns, so that memory is always busy."""
+    key_heads, most = heads // packs, max(1, L2_BYTES // max(kv_bytes, 1))
+    if blocks <= SHORT_BLOCKS:
+        most = min(most, max(1, processors // 4 // packs))
+    sections = -(-key_heads // most)
     return -(-key_heads // sections) * packs
 
 
