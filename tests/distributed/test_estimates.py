@@ -1,4 +1,4 @@
-"""The model of how long plans take: who sends and receives how many keys, and the table of docs/distributed.md."""
+"""The model of how long plans take: who sends and receives how many keys, and the table of notes/distributed.md."""
 
 from __future__ import annotations
 
@@ -125,4 +125,4 @@ def test_pieces_of_a_window_pull_no_keys_between_them():
 
 def test_the_table_of_the_docs():
     script = runpy.run_path(str(ROOT / "docs" / "figures" / "simulate_ranks.py"))
-    assert script["row_of"](8, 8192, 10) in (ROOT / "docs" / "distributed.md").read_text()
+    assert script["row_of"](8, 8192, 10) in (ROOT / "notes" / "distributed.md").read_text()

@@ -256,8 +256,10 @@ def test_train_bytes(monkeypatch, capsys, tmp_path):
     """One step of each model, the comparison with the oracle, and a picture, or how to get one."""
     picture, drawn = tmp_path / "picture.png", importlib.util.find_spec("matplotlib") is not None
     monkeypatch.setattr(sys, "argv", ["train_bytes.py", "--seconds", "0", "--device", "cpu", "--out", str(picture)])
+    main = runpy.run_path(str(EXAMPLES / "train_bytes.py"))["main"]
+    main.__globals__["LENGTH"] = 1024  # `make demo` runs the example as it is
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(EXAMPLES / "train_bytes.py"), run_name="__main__")
+        main()
     told = capsys.readouterr().out
     assert end.value.code == 0, told
     assert picture.exists() == drawn
