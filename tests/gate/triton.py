@@ -12,7 +12,7 @@ from saccade.backends.device import descale, distance_tables
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.key_lists import ListArgs
 from saccade.backends.device.records import TensorArgs, runtime_int
-from saccade.backends.triton import launch, listed
+from saccade.backends.triton import launch, listed_launch
 from saccade.backends.triton.config import config, kernels, key
 from saccade.backends.triton.listed_kernel import Inverted, Unions, listed_dq_kernel
 from saccade.call import Call
@@ -141,7 +141,11 @@ def compiled(name: str) -> tuple[Any, int]:
 
 def _listed(kernel: str, call: Call) -> Any:
     """A kernel that gathers the keys of lists."""
-    work, numbers, rows = listed.Work.of(call, {}), torch.empty(16, dtype=torch.int32), torch.empty(call.q.shape[:3])
+    work, numbers, rows = (
+        listed_launch.Work.of(call, {}),
+        torch.empty(16, dtype=torch.int32),
+        torch.empty(call.q.shape[:3]),
+    )
     lists, common = ListArgs.of(work.mask, call), work.common(None)
     unions = Unions(numbers, numbers, numbers, runtime_int(16)) if work.tile.entries else None
     q, k, v = (TensorArgs.of(x) for x in (call.q, call.k, call.v))
@@ -150,8 +154,8 @@ def _listed(kernel: str, call: Call) -> Any:
         assert unions is not None
         return warmed(*work.union(unions, lists, common))
     if kernel == "listed":
-        return warmed(*listed.forward_launch(work, call.empty_out(), rows, None, by_rows))
+        return warmed(*listed_launch.forward_launch(work, call.empty_out(), rows, None, by_rows))
     if kernel == "listed_dq":
         return warmed(work.launch(listed_dq_kernel, q, out), (q, k, v, out, q, rows, rows, *by_rows))
     inverted = Inverted(numbers, numbers, *map(runtime_int, (0, 8)))
-    return warmed(*listed.keys_launch(work, (q, k, v, out, k, v, rows, rows), inverted, common))
+    return warmed(*listed_launch.keys_launch(work, (q, k, v, out, k, v, rows, rows), inverted, common))

@@ -80,8 +80,8 @@ def compute_states(call: Call) -> Tensor:
     lists, rest = lists_and_rest(call.mask)
     if not lists or any(x.rows < TILE or x.keys < TILE for x in lists):
         return _computed(call)
-    listed = _tile_lists(call, lists)
-    return listed if rest is None else torch.minimum(listed, _computed(call.replace(mask=rest)))
+    named = _tile_lists(call, lists)
+    return named if rest is None else torch.minimum(named, _computed(call.replace(mask=rest)))
 
 
 def _tile_lists(call: Call, lists: Sequence[Mask]) -> Tensor:
@@ -95,8 +95,8 @@ def _tile_lists(call: Call, lists: Sequence[Mask]) -> Tensor:
     seen = (x.sees(extent, *at, kv_idx.clamp(max=extent.s_k - 1).flatten()) for x in lists)
     seen = reduce(and_, seen).expand(b, h, 2 * rows, 2 * keys).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
     whole = (q_idx[:, 1:] < extent.rows[:, None, None]) & (kv_idx[:, 1] < extent.keys[:, None, None])
-    listed = torch.where(seen.all(3).all(-1) & whole, FULL, torch.where(seen.any(3).any(-1), PARTIAL, EMPTY))
-    return listed.to(torch.uint8)
+    named = torch.where(seen.all(3).all(-1) & whole, FULL, torch.where(seen.any(3).any(-1), PARTIAL, EMPTY))
+    return named.to(torch.uint8)
 
 
 def _computed(call: Call) -> Tensor:

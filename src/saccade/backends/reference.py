@@ -59,8 +59,8 @@ def operands(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     Those hold anything, NaN included: they are replaced, not multiplied by zero.
     """
     key_in_use, dtype = _keys_in_use(call).mT, call.lse_dtype()
-    if (listed := listed_keys(call)) is not None:
-        key_in_use = key_in_use & listed[..., None]
+    if (named := listed_keys(call)) is not None:
+        key_in_use = key_in_use & named[..., None]
     q = torch.where(_rows_in_use(call), call.q, 0).to(dtype)
     k, v = (torch.where(key_in_use, x, 0).to(dtype) for x in (call.k, call.v))
     return q, k.repeat_interleave(call.group, dim=1), v.repeat_interleave(call.group, dim=1)

@@ -23,7 +23,7 @@ from saccade.backends import block_sparsity
 from saccade.backends.device import block_lists
 from saccade.backends.device.key_lists import tabulated
 from saccade.backends.device.records import runtime_int
-from saccade.backends.triton import listed
+from saccade.backends.triton import listed_launch
 from saccade.call import Call
 from saccade.masks import EMPTY, FULL, And, Selected
 from saccade.testing.accuracy import check
@@ -219,7 +219,7 @@ def test_inverted_lists():
     entries = lists(B, 2, 9, 3, blocks=7)
     entries[0, 1, :, 0] = torch.where((entries[0, 1] == 4).any(-1), entries[0, 1, :, 0], 4)
     mask, q, k = selected_blocks(entries, 16), torch.empty(B, 6, 9, D), torch.empty(B, 2, 110, D)
-    found = listed.inverted(listed.Work.of(Call(q, k, k, mask=mask), {}))
+    found = listed_launch.inverted(listed_launch.Work.of(Call(q, k, k, mask=mask), {}))
     numbers, first = found.lists.tolist(), found.first.tolist()
     for block in range(B * 2 * 7):
         of_head = entries.flatten(0, 1)[block // 7]
@@ -253,7 +253,7 @@ def _wrong_inverse(change):
     return {"inverted": lambda work: change(INVERTED(work))}
 
 
-BY_ROWS, INVERTED = listed.Work.by_rows, listed.inverted
+BY_ROWS, INVERTED = listed_launch.Work.by_rows, listed_launch.inverted
 WRONG = {
     "all rows of a tile have its union": lambda: _wrong_unions(lambda x: x.bits.fill_(-1)),
     "rows have the list of the next one": lambda: _wrong_unions(lambda x: x.bits.mul_(2)),
@@ -270,6 +270,6 @@ WRONG = {
 def test_wrong_kernels_of_blocks_are_rejected(name, monkeypatch):
     given = [torch.randn(B, h, s, D) for h, s in ((4, 9), (2, 110), (2, 110))]
     for place, wrong in WRONG[name]().items():
-        monkeypatch.setattr(f"saccade.backends.triton.listed.{place}", wrong)
+        monkeypatch.setattr(f"saccade.backends.triton.listed_launch.{place}", wrong)
     with pytest.raises(AssertionError):
         check(*given, mask=BLOCKS["short"](), backend="triton").assert_ok()

@@ -50,14 +50,16 @@ def _forward(call: Call, lse: bool) -> Outputs:
     """Of dense operands; the result of 8-bit ones is float32."""
     if call.descale is not None:
         call = call.dequantized()
-    call = _without_unlisted(call)
+    if call.mask is not None and call.mask.bounds_per_row:
+        call = _without_unlisted(call)
     if not call.max_scores and (result := sdpa.forward(call)) is not None:
         return *result, None
     return tiled.forward(call, lse)
 
 
 def _backward(call: Call, saved: Saved) -> Gradients:
-    call = _without_unlisted(call)
+    if call.mask is not None and call.mask.bounds_per_row:
+        call = _without_unlisted(call)
     if sdpa.runs_backward(call, saved):
         return *sdpa.backward(call, saved), ()
     return tiled.backward(call, saved)
@@ -65,13 +67,11 @@ def _backward(call: Call, saved: Saved) -> Gradients:
 
 def _without_unlisted(call: Call) -> Call:
     """The call with zeros for what is not finite in keys that no list names: a tile multiplies it by zero."""
-    if call.mask is None or not call.mask.bounds_per_row:
-        return call
     if math.isfinite((call.k.sum(dtype=call.lse_dtype()) + call.v.sum(dtype=call.lse_dtype())).item()):
         return call
-    if (listed := listed_keys(call)) is None:
+    if (named := listed_keys(call)) is None:
         return call
-    k, v = (torch.where(listed[..., None], x, 0) for x in (call.k, call.v))
+    k, v = (torch.where(named[..., None], x, 0) for x in (call.k, call.v))
     return call.replace(k=k, v=v)
 
 

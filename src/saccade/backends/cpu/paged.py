@@ -41,7 +41,7 @@ def forward(call: Call, lse: bool) -> Outputs:
     starts = layout.cu_seqlens_q
     if call.mask is not None and starts is not None:
         call = call.replace(mask=masks.padded(call.mask, starts, extent.s_q))
-    listed = listed_keys(call)
+    named = listed_keys(call)
     out = call.empty_out()
     if not call.keeps_tail:
         out.zero_()
@@ -51,18 +51,18 @@ def forward(call: Call, lse: bool) -> Outputs:
         at = batch, slice(None), rows
         out[at].zero_()
         keys = int(extent.keys[b if extent.keys.shape[0] > 1 else 0, 0])
-        named = None if listed is None else listed[b if len(listed) > 1 else 0, ..., None]
-        _sequence(call, b, keys, named, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
+        own = None if named is None else named[b if len(named) > 1 else 0, ..., None]
+        _sequence(call, b, keys, own, call.q[at][0], (out[at][0], row_lse[at][0], top[at][0]))
         if call.sink is not None:  # here, since rows of no sequence stay as they are
             row_lse[at] = tiled.join(out[at], row_lse[at], call.sink)
     return out, row_lse if lse else None, top if call.max_scores else None
 
 
 def _sequence(
-    call: Call, b: int, keys: int, listed: Tensor | None, q: Tensor, results: tuple[Tensor, Tensor, Tensor]
+    call: Call, b: int, keys: int, named: Tensor | None, q: Tensor, results: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     """Fills out (h_q, rows, d_v), lse and max_scores (h_q, rows) of sequence b, where its rows q (h_q, rows, d) see a
-    key. listed: the keys that lists name, (h_k or 1, s_k, 1), or None."""
+    key. named: the keys that lists name, (h_k or 1, s_k, 1), or None."""
     out, lse, largest = results
     mask, extent, group, products = call.mask, call.extent, call.group, _products(call)
     h_q, s_q, _ = q.shape
@@ -89,8 +89,8 @@ def _sequence(
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(call) else min(start + step, keys), device="cpu")
             k, v = (_tile(call, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
-            if listed is not None:
-                there = torch.nn.functional.pad(listed[:, start:keys], (0, 0, 0, len(kv_idx)))[:, : len(kv_idx)]
+            if named is not None:
+                there = torch.nn.functional.pad(named[:, start:keys], (0, 0, 0, len(kv_idx)))[:, : len(kv_idx)]
                 k, v = (torch.where(there, x, 0) for x in (k, v))
             score = scratch("score", (*rows.shape[:2], len(kv_idx)), lse.dtype)
             score = wide_product(rows, k.mT, call.scale, score).view(1, h_q, block.height, -1)

@@ -61,9 +61,9 @@ def workspace(spec: Spec) -> str:
 
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
     if gathers(call):
-        from saccade.backends.triton import listed
+        from saccade.backends.triton import listed_launch
 
-        return listed.forward(call, launches, lse)
+        return listed_launch.forward(call, launches, lse)
     from saccade.backends.device.key_lists import tabulated
 
     call = tabulated(call, launches)
@@ -91,9 +91,9 @@ def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
     from saccade.backends.triton import launch
 
     if gathers(call, gradient=True):
-        from saccade.backends.triton import listed
+        from saccade.backends.triton import listed_launch
 
-        return *listed.backward(call, launches, saved), [None] * len(saved.wanted)
+        return *listed_launch.backward(call, launches, saved), [None] * len(saved.wanted)
     call = tabulated(call, launches)
     saved = merge_kernel.divide_gradients(call, launches, saved)
     biases = launch.bias_sums_of(call, saved)

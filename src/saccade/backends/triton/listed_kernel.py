@@ -38,6 +38,17 @@ class Unions(NamedTuple):
     """a runtime_int"""
 
 
+class GatherTile(NamedTuple):
+    """What kernels whose programs have rows are compiled for; all are constexpr."""
+
+    SHARE: Any
+    """heads that share lists"""
+    ROWS: Any
+    """of each of them"""
+    WHOLE: Any
+    """Whether a tile of keys is of one entry."""
+
+
 class Inverted(NamedTuple):
     """The lists that name each block of keys; strides are `runtime_int`s, in blocks."""
 
@@ -82,17 +93,17 @@ class ListBlock:
 
 
 @triton.jit
-def list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, SHARE, ROWS: tl.constexpr):
+def list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, tile):
     """The rows of this program. mask: what is beside the lists."""
-    b, some, _, start = tile_of(used_q, h_q // SHARE, s_q, ROWS, True)
+    b, some, _, start = tile_of(used_q, h_q // tile.SHARE, s_q, tile.ROWS, True)
     batch, first_q, there, rows = extent(used_q, b, s_q)
     _, first_k, _, keys = extent(used_k, b, s_k)
     b = numbered(used_q, b)
     # [block_q]
     flat = tl.arange(0, shape.BLOCK_Q)
-    row = flat // SHARE
-    h = some * SHARE + flat % SHARE
-    known = (row < ROWS) & (start + row < there)
+    row = flat // tile.SHARE
+    h = some * tile.SHARE + flat % tile.SHARE
+    known = (row < tile.ROWS) & (start + row < there)
     q_idx = tl.where(known, start + row, 0)
     offset = (batch.to(tl.int64) * h_q + h) * s_q + first_q + q_idx
     args = ScoreArgs(b, h[:, None], rows, keys, keys - rows, scale, mask, score, None)
@@ -108,7 +119,7 @@ def list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
         step = 1
         bits = unions.bits + first
     live = known & (q_idx < rows)
-    h_k = some * SHARE // shape.GROUP
+    h_k = some * tile.SHARE // shape.GROUP
     lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, keys - rows)
     lo = tl.maximum(lo, 0)
     hi = tl.where(live, tl.minimum(hi, keys), 0)
@@ -118,14 +129,14 @@ def list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale,
 
 
 @triton.jit
-def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
+def listed_keys(block, lists, start, shape, tile):
     """The keys [block_k] of a tile that begins at number `start` of all that entries name; which of them there are; and
-    which of them rows see, [block_q, block_k]. WHOLE: they are of one entry."""
+    which of them rows see, [block_q, block_k]."""
     size = plain_int(lists.keys)
     args = block.args
     # [block_k]
     number = start + tl.arange(0, shape.BLOCK_K)
-    if WHOLE:
+    if tile.WHOLE:
         index = start // size
         entry = tl.load(block.entries + index.to(tl.int64) * block.step)
     else:
@@ -136,7 +147,7 @@ def listed_keys(block, lists, start, shape, WHOLE: tl.constexpr):
     named = (kv_idx >= 0) & (kv_idx < args.keys)
     lo, hi = block.lo[:, None], block.hi[:, None]
     if block.bits is not None:
-        if WHOLE:
+        if tile.WHOLE:
             hi = tl.where(((tl.load(block.bits + index) >> block.row) & 1) != 0, block.hi, 0)[:, None]
         else:
             bits = tl.load(block.bits + index, mask=index < block.length, other=0)
@@ -177,10 +188,10 @@ def store_rows(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["page_size", "h_q", "s_q", "s_k"])
 def listed_kernel(
     q, k, v, out, lse, max_scores, sink, pages, page_size, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k,
-    scale, shape, SHARE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    scale, shape, tile,
 ):  # fmt: skip
-    """out, lse and max_scores of ROWS rows of SHARE heads, against the keys that their lists name."""
-    block = list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, SHARE, ROWS)
+    """out, lse and max_scores of the tile's rows, against the keys that their lists name."""
+    block = list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, tile)
     batch, args, live = block.batch, block.args, block.live
     # [block_q, d]
     q_tile = head_rows(q, batch, block.h, block.first_q + block.q_idx, live, shape.D, shape.BLOCK_D)
@@ -188,7 +199,7 @@ def listed_kernel(
     row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
-        kv_idx, named, seen = listed_keys(block, lists, start, shape, WHOLE)
+        kv_idx, named, seen = listed_keys(block, lists, start, shape, tile)
         at, key = key_places(block, pages, page_size, kv_idx, named)
         k_tile = head_rows(k, at, block.h_k, key, named, shape.D, shape.BLOCK_D)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
@@ -211,10 +222,10 @@ def listed_kernel(
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def listed_dq_kernel(
     q, k, v, dout, dq, shift, delta, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    tile,
 ):  # fmt: skip
     """dq = scale ds k of the same rows."""
-    block = list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, SHARE, ROWS)
+    block = list_block(lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape, tile)
     batch, args, live = block.batch, block.args, block.live
     row = block.first_q + block.q_idx
     # [block_q, d], [block_q, d_v]
@@ -225,7 +236,7 @@ def listed_dq_kernel(
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     q_idx = block.q_idx[:, None]
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
-        kv_idx, named, seen = listed_keys(block, lists, start, shape, WHOLE)
+        kv_idx, named, seen = listed_keys(block, lists, start, shape, tile)
         key = block.first_k + kv_idx
         k_tile = head_rows(k, batch, block.h_k, key, named, shape.D, shape.BLOCK_D)
         v_tile = head_rows(v, batch, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Saved
@@ -17,11 +16,12 @@ from saccade.backends.device.arguments import TileShape, precision
 from saccade.backends.device.gradients import sink_gradient
 from saccade.backends.device.key_lists import ListArgs, lengths_of, sequence_of
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch, on_device, per_row
-from saccade.backends.device.records import TensorArgs, runtime_int
+from saccade.backends.device.records import TensorArgs, constants, runtime_int
 from saccade.backends.key_lists import ListTile, list_tile, one_list
 from saccade.backends.triton.launch import operand, row_sums
 from saccade.backends.triton.listed_kernel import (
     Inverted,
+    GatherTile,
     Unions,
     listed_dkdv_kernel,
     listed_dq_kernel,
@@ -99,9 +99,9 @@ class Work(NamedTuple):
         """Of a kernel whose programs have rows; target: what it is compiled for, and the Call's key does not hold."""
 
         def make() -> Launch:
-            constants = map(tl.constexpr, (self.tile.share, self.tile.rows, self.mask.keys % self.block == 0))
+            tile = GatherTile(*constants(self.tile.share, self.tile.rows, self.mask.keys % self.block == 0))
             shape = TileShape.of(self.call, self.block_q, self.block)
-            return Launch(kernel, (self.programs, 1, 1), (shape, *constants), *CONFIGS[kernel.__name__], 1)
+            return Launch(kernel, (self.programs, 1, 1), (shape, tile), *CONFIGS[kernel.__name__], 1)
 
         forms = [
             None if x is None else (x.unit.value, x.wide.value) if isinstance(x, TensorArgs) else 0 for x in target
@@ -165,9 +165,9 @@ def keys_launch(work: Work, given: tuple[Any, ...], lists: Inverted, common: tup
         b, h_k, s_k, _ = call.k.shape
         blocks = positions.slots(call, 1, keys) if call.layout.ragged_keys else b * -(-s_k // keys)
         shape = TileShape.of(call, max(ROWS_OF_KEYS * work.block // BLOCK, triton.next_power_of_2(share)), block_k)
-        constants = shape, tl.constexpr(share), tl.constexpr(keys)
+        fixed = shape, *constants(share, keys)
         return Launch(
-            listed_dkdv_kernel, (blocks * h_k, -(-keys // block_k), 1), constants, *CONFIGS["listed_dkdv_kernel"], 1
+            listed_dkdv_kernel, (blocks * h_k, -(-keys // block_k), 1), fixed, *CONFIGS["listed_dkdv_kernel"], 1
         )
 
     key = "listed dkdv", *((x.unit.value, x.wide.value) for x in (dout, dk, dv)), precision()
