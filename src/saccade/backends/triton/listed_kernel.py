@@ -254,10 +254,10 @@ def rows_of_lists(lists, inverted, first, last, start, first_q, rows, shape, SHA
     lists the block twice comes once."""
     size = plain_int(lists.rows)
     # [block_q]
-    place = tl.arange(0, shape.BLOCK_Q) // SHARE
-    number = start + place
+    i = tl.arange(0, shape.BLOCK_Q) // SHARE
+    number = start + i
     index = first + number // size
-    there = (place < shape.BLOCK_Q // SHARE) & (index < last)
+    there = (i < shape.BLOCK_Q // SHARE) & (index < last)
     group = tl.load(inverted.lists + index, mask=there, other=0)
     before = tl.load(inverted.lists + index - 1, mask=there & (number >= size), other=-1)
     q_idx = group - first_q if lists.end_to_end else group * size + number % size
@@ -347,9 +347,9 @@ def union_kernel(
     ordered = tl.where(named, entry, 0).to(tl.int32) * ROWS + row[:, None]
     ordered = tl.sort(tl.reshape(tl.where(named, ordered, LAST), [ROWS * ENTRIES]))
     entry, bits = tl.associative_scan((ordered // ROWS, (ordered * 0 + 1) << (ordered % ROWS)), 0, _same_entry)
-    place = tl.arange(0, ROWS * ENTRIES)
-    after = tl.gather(ordered, tl.minimum(place + 1, ROWS * ENTRIES - 1), 0)
-    last = (ordered != LAST) & ((after // ROWS != entry) | (place == ROWS * ENTRIES - 1))
+    i = tl.arange(0, ROWS * ENTRIES)
+    after = tl.gather(ordered, tl.minimum(i + 1, ROWS * ENTRIES - 1), 0)
+    last = (ordered != LAST) & ((after // ROWS != entry) | (i == ROWS * ENTRIES - 1))
     number = tl.program_id(0).to(tl.int64)
     offset = number * plain_int(unions.most) + tl.cumsum(last.to(tl.int32), 0) - 1
     tl.store(unions.entries + offset, entry, mask=last)

@@ -20,8 +20,8 @@ from saccade.backends.device.records import TensorArgs, constants, runtime_int
 from saccade.backends.key_lists import ListTile, list_tile, one_list
 from saccade.backends.triton.launch import operand, row_sums
 from saccade.backends.triton.listed_kernel import (
-    Inverted,
     GatherTile,
+    Inverted,
     Unions,
     listed_dkdv_kernel,
     listed_dq_kernel,
