@@ -7,6 +7,7 @@ from functools import reduce
 from operator import and_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from saccade.call import Call
@@ -61,7 +62,8 @@ MOST_ROWS = 128
 MOST_ENTRIES = 1 << 30
 """Of the table of slots that lists of latent keys become: 4 GB."""
 UNION_ROWS = 64
-"""The same where lists of neighbouring rows are joined; a bit for each of 32 rows says whose list has an entry."""
+"""The same where lists of neighbouring rows are joined; half as many of float32 and of wide heads. A bit for each of 32
+rows says whose list has an entry."""
 MOST_SORTED = 2048
 """Entries that a program sorts, so that each comes once."""
 LEAST_KEYS = 16
@@ -119,7 +121,8 @@ def list_tile(call: Call) -> ListTile | None:
     if lists.rows >= TILE or n * lists.keys >= s_k or max(d, d_v) > 256 or call.dropout is not None or call.descale:
         return None
     entries = 1 << (n - 1).bit_length() if n else 1
-    most = min(32, UNION_ROWS // share, MOST_SORTED // entries)
+    room = UNION_ROWS // 2 if call.q.dtype == torch.float32 or max(d, d_v) > 128 else UNION_ROWS
+    most = min(32, room // share, MOST_SORTED // entries)
     if lists.keys >= LEAST_KEYS and most > max(1, lists.rows):
         return ListTile(share, 1 << (most.bit_length() - 1), entries)
     return ListTile(share, lists.rows, 0) if lists.rows * share <= MOST_ROWS else None
