@@ -49,7 +49,7 @@ def cells() -> Iterator[Cell]:
     for kind in ("local", "random"):
         yield from (Cell(kind, s << 10, 64, 4) for s in (8, 32))
     yield from (Cell("local", 8 << 10, 4 * group, 4) for group in (8, 4))
-    yield Cell("tiles", 16 << 10, 16, 16, 16 << 10)  # dense
+    yield Cell("tiles", 16 << 10, 16, 16, 16 << 10, 256)  # dense
     yield from (Cell("tiles", 16 << 10, 16, 16, rows, blocks) for rows in (64, 128) for blocks in (16, 64))
 
 
