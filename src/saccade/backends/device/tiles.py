@@ -78,17 +78,11 @@ def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
     lo = tl.maximum(lo, 0)
     hi = tl.minimum(hi, length)
     seeing = live & (hi > lo)
-    first, end = tl.min(tl.where(seeing, lo, FAR)), tl.max(tl.where(seeing, hi, 0))
+    first = tl.min(tl.where(seeing, lo, FAR)) // BLOCK * BLOCK
+    end = tl.cdiv(tl.max(tl.where(seeing, hi, 0)), BLOCK) * BLOCK
+    first = tl.minimum(first, end)
     core = tl.max(tl.where(live, tl.maximum(core_lo, 0), 0))
     core_end = tl.min(tl.where(live, tl.minimum(core_hi, length), FAR))
-    return whole_tiles(first, core, core_end, end, BLOCK)
-
-
-@triton.jit
-def whole_tiles(first, core, core_end, end, BLOCK: tl.constexpr):
-    """The tiles of `tile_range`, from all rows' hull [first, end) and core [core, core_end)."""
-    end = tl.cdiv(end, BLOCK) * BLOCK
-    first = tl.minimum(first // BLOCK * BLOCK, end)
     # Whole tiles only; where there is none, everything is in the first part.
     core = tl.minimum(tl.maximum(tl.cdiv(core, BLOCK) * BLOCK, first), end)
     core_end = tl.minimum(core_end // BLOCK * BLOCK, end)

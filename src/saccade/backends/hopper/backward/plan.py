@@ -283,10 +283,11 @@ def shares_of(group: int, programs: int, least: float) -> int:
 
 
 def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int) -> int:
-    """How many shares' kv blocks take turns. Under a causal mask more of them end rounds more evenly
-    (notes/gluon_backward.md)."""
-    if call.mask is not None and call.mask.kind == "causal" and not call.deterministic:
-        return -(-SECTION * (2 if config.stays else 1) // divided) * divided
+    """How many shares' kv blocks take turns. Under a causal mask and up to d = 128 more of them, with 32 query heads at
+    most, end rounds more evenly (notes/gluon_backward.md)."""
+    if config.stays and call.mask is not None and call.mask.kind == "causal" and not call.deterministic:
+        shares = max(1, min(2 * SECTION, 32 * divided // call.group))
+        return -(-shares // divided) * divided
     section = SECTION if call.group == 1 else divided
     return min(section, 2) if call.deterministic and kv_blocks > MANY else section
 

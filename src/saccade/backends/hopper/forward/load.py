@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, placed
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
-from saccade.backends.device.tiles import tile_range, whole_tiles
+from saccade.backends.device.tiles import tile_range
 from saccade.backends.hopper.forward.epilogue import passes_unseeing, store_unseeing
 from saccade.backends.hopper.forward.transpose import SEQUENCE_BLOCK
 from saccade.backends.hopper.forward.work_item import (
@@ -220,19 +220,10 @@ def plan_tiles(args, pipe, at, b, row, rows, keys, part):
     hi = gl.to_tensor(0)
     least = gl.to_tensor(1 << 30)
     for c in gl.static_range(pipe.shape.CONSUMERS):
-        q_idx = row + c * ROWS
-        if args.mask.exact and args.mask.ordered:  # the first row and the last one tell of all
-            first, _, _, core_end = args.mask.keys_of(args.mask.data, b, q_idx, keys - rows)
-            last = gl.minimum(q_idx + ROWS, rows) - 1
-            _, end, core, _ = args.mask.keys_of(args.mask.data, b, last, keys - rows)
-            first, core, core_end = gl.maximum(first, 0), gl.maximum(core, 0), gl.minimum(core_end, keys)
-            end = gl.where(q_idx < rows, gl.maximum(gl.minimum(end, keys), 0), 0)
-            first, core, core_end, end = whole_tiles(first, core, core_end, end, BLOCK_K)
-        else:
-            # [64]
-            q_idx += gl.arange(0, 64, layout) % ROWS
-            keys_lo, keys_hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - rows)
-            first, core, core_end, end = tile_range(keys_lo, keys_hi, core_lo, core_hi, q_idx < rows, keys, BLOCK_K)
+        # [64]
+        q_idx = row + c * ROWS + gl.arange(0, 64, layout) % ROWS
+        keys_lo, keys_hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - rows)
+        first, core, core_end, end = tile_range(keys_lo, keys_hi, core_lo, core_hi, q_idx < rows, keys, BLOCK_K)
         if end > first:
             lo = gl.minimum(lo, first)
             least = gl.minimum(least, end)
