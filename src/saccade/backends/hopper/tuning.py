@@ -34,7 +34,7 @@ class ForwardRow(tuning.TuneRow):
         if self.dtype in EIGHT_BITS:
             yield from self._eight_bit()
             return
-        own_out = (0, block_dv(self.d_v) // 2) if self.d_v > 128 else (0,)
+        own_out = (0, block_dv(self.d_v) // 2) if max(self.d, self.d_v) > 128 else (0,)
         ways = product((2, 3), (64, 128), range(2, MAX_STAGES + 1), (1, 2), (0, 1), (0, 8), own_out)
         for consumers, block_k, stages, slots, turns, fewer, out_columns in ways:
             registers = (REGISTERS - 32) // consumers // 8 * 8 - fewer
