@@ -34,19 +34,19 @@ def scheduled(call: Call, cut: launch.Cut) -> Any:
     """The schedule that the kernel writes, on memory full of rubbish."""
     schedule = launch.empty_schedule(call, cut)
     schedule.starts.fill_(-7)
-    lengths = call.q.shape[2], call.layout.capacity(call.k.shape[2])
-    launch.scheduling({})(None, (schedule, *positions.spans(call), masks.device_args(call), *lengths))
+    lengths = call.q.shape[2], cut.capacity
+    launch.scheduling({}, cut)(None, (schedule, *positions.spans(call), masks.device_args(call), *lengths))
     return schedule
 
 
 def parts_of(call: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """What the kernel for Hopper makes of a schedule: each line of tiles in parts, but for sequences that a line has
     whole. Memory that it leaves has NaN."""
-    parts, part_lse = launch.empty_parts(call, cut)
+    parts, part_lse, _ = launch.empty_parts(call, cut)
     parts.fill_(torch.nan)
     part_lse.fill_(torch.nan)
     starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), call.layout.sequences
-    length = max(-(-starts[b] // cut.lines), 2)
+    length = int(schedule.lines_first[cut.lines])
     whole = [x.call for x in call.sequences()]
     for line in range(cut.lines):
         place, end = line * length, min(line * length + length, starts[b])
@@ -59,7 +59,8 @@ def parts_of(call: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tenso
                 assert found_lse is not None
                 out[number], lse[number] = found[0], found_lse[0]
             else:
-                write_part(cut, whole[number], (first, last), parts[line + number], part_lse[line + number])
+                at = 2 * line + (starts[number] > line * length)  # the part that begins inside of a line is its second
+                write_part(cut, whole[number], (first, last), parts[at], part_lse[at])
             place = stop
     return parts, part_lse
 
@@ -85,7 +86,8 @@ def write_part(cut: launch.Cut, call: Call, keys: tuple[int, int], out: Tensor, 
 def merged(call: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
     out, lse = call.empty_out().fill_(torch.nan), torch.full(call.q.shape[:3], torch.nan)
     parts = parts_of(call, cut, schedule, out, lse)
-    arguments = *parts, TensorArgs.of(out), lse, call.sink, schedule, *call.q.shape[1:3]
+    results = TensorArgs.of(out), TensorArgs.of(lse[..., None]), None
+    arguments = *parts, None, *results, call.sink, schedule, *call.q.shape[1:3]
     launch.merging(call, {}, cut)(None, arguments)
     return out, lse
 
@@ -111,7 +113,7 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
     h, s_q, h_k = heads
     sink = torch.tensor([torch.inf, *torch.randn(h - 1)]) if s_q == 3 else None
     call = latent(lens, h, s_q, mask, h_k).replace(sink=sink)
-    cut = launch.Cut.of(call, processors)
+    cut = launch.Cut.of(call, processors, None)
     schedule = scheduled(call, cut)
     out, lse = merged(call, cut, schedule)
     exact = run_forward(call, {}, True)
@@ -121,13 +123,14 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
 
 def test_lines_are_equally_long() -> None:
     call = latent([3000, 64, 0, 5000, 129], 16, 1, None)
-    schedule = scheduled(call, launch.Cut.of(call, 7))
-    assert schedule.starts[:6].tolist() == [0, 47, 48, 48, 127, 130]
+    schedule = scheduled(call, launch.Cut.of(call, 7, None))
+    assert schedule.starts[:6].tolist() == [0, 47, 48, 49, 128, 131]
     assert schedule.firsts[:5].tolist() == [0] * 5
+    assert schedule.lines_first[:8].tolist() == [0, 0, 0, 3, 3, 3, 3, 19]
 
 
 def test_a_window_hides_the_first_tiles() -> None:
     call = latent([3000, 100], 16, 1, window(150, 0))
-    schedule = scheduled(call, launch.Cut.of(call, 7))
+    schedule = scheduled(call, launch.Cut.of(call, 7, None))
     assert schedule.firsts[:2].tolist() == [(2999 - 150) // 64, 0]
     assert schedule.starts[:3].tolist() == [0, 3, 5]
