@@ -92,10 +92,10 @@ class ListArgs(NamedTuple):
         lists, lengths = mask.lists if mask.lists.dim() == 4 else mask.lists[None], lengths_of(mask, call)
         cut = lengths is not None
         of_lists, of_lengths = (
-            [stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride(), strict=True)]
-            for x in (lists, lists[..., 0] if lengths is None else lengths)
+            [stride if n > 1 else 0 for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
+            for x in (lists, lists if lengths is None else lengths)
         )
-        steps = *of_lists[:3], lists.stride(3), *of_lengths
+        steps = *of_lists, lists.stride(3), *of_lengths
         numbers = lists.shape[3], lists.shape[2], mask.rows, mask.keys
         given = lists, lists if lengths is None else lengths, tuple(map(runtime_int, steps))
         return ListArgs(*given, *map(runtime_int, numbers), FLAGS[cut], FLAGS[mask.end_to_end])
