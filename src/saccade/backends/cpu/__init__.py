@@ -10,7 +10,7 @@ import torch
 from saccade.backends import EVERYTHING, Gradients, Launches, Outputs, Saved
 from saccade.backends.cpu import paged, sdpa, tiled
 from saccade.backends.cpu.tiling import TILE_ELEMENTS
-from saccade.backends.key_lists import listed_keys
+from saccade.backends.key_lists import listed_keys, lists_and_rest
 from saccade.call import Call
 from saccade.call.spec import Spec
 from saccade.layouts import empty_like_rows
@@ -67,6 +67,8 @@ def _backward(call: Call, saved: Saved) -> Gradients:
 
 def _without_unlisted(call: Call) -> Call:
     """The call with zeros for what is not finite in keys that no list names: a tile multiplies it by zero."""
+    if not lists_and_rest(call.mask)[0]:
+        return call
     if math.isfinite((call.k.sum(dtype=call.lse_dtype()) + call.v.sum(dtype=call.lse_dtype())).item()):
         return call
     if (named := listed_keys(call)) is None:
