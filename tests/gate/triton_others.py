@@ -16,7 +16,7 @@ from saccade.backends.triton import quantize as quantizing
 from saccade.backends.triton import rank_rows
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
-from saccade.layouts import CacheSlots, Paged, SlotRows, empty_bytes
+from saccade.layouts import CacheSlots, Paged, empty_bytes
 from saccade.masks import causal, prefix, window
 from tests.gate.rows import warmed
 
@@ -30,7 +30,7 @@ one ptxas serialises the products on 3.6 (C7515), whatever the tile."""
 
 def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = False, latent: bool = False) -> Any:
     """Decoding over pages of 16 in parts, its queries end to end, or whole, a query each; `singles` over pages of 1,
-    `rows` over slots;
+    `rows` over slots, which need no mask;
     `few` rows, or a chunk of a prompt, over pages of 64, which have whole tiles; 4 or 16 drafts, whose mask must be
     asked; or merges, of few parts and of many. `latent`: 16 heads of queries on one of keys."""
     forms = {
@@ -43,12 +43,10 @@ def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = Fa
         "few": (4, 4, 64),
     }
     b, s_q, size = forms.get(word, (4, 1, 16))
-    mask = prefix(7) | window(30, 2) if word.startswith("drafts") else causal()
+    mask = prefix(7) | window(30, 2) if word.startswith("drafts") else None if word == "rows" else causal()
     offsets = torch.zeros(b + 1, dtype=torch.int32) if word == "decode" else None
     splits = 1 if word == "fixed" else None
     layout = Paged(torch.zeros(b, 512, dtype=torch.int32), torch.zeros(b, dtype=torch.int32), offsets, splits)
-    if word == "rows":
-        mask, layout = None, SlotRows(layout.block_table, layout.seqused_k)  # which leave no slots for a mask to hide
     h_q, h_k = (16, 1) if latent else (32, 8)
     shape = (b, h_q, s_q) if offsets is None else (1, h_q, b * s_q)
     eight = dtype in EIGHT_BITS
