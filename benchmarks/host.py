@@ -14,7 +14,6 @@ functions and faces what they cost beside saccade's plain call. Each result is c
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -181,9 +180,7 @@ def main() -> None:
                 row["more"] = round(us - median[x.base], 2)
                 told += f"  {row['more']:+6.1f} (bar +{MORE})" + ("  MISSED" if row["more"] > MORE else "")
             print(told, flush=True)
-            if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(vars(run) | row) + "\n")
+            run.append(given.out, row)
 
 
 if __name__ == "__main__":

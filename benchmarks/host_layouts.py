@@ -6,7 +6,6 @@ For `host.py`.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import statistics
 import time
@@ -203,9 +202,7 @@ def measure(rounds: int, words: str, run: Any, out: Path | None) -> None:
         row |= {f"{peer}_us": round(x, 2) for peer, x in median.items() if peer != "saccade"}
         told = "  ".join(f"{peer} {x:.1f}" for peer, x in median.items())
         print(f"{name:38s} {told}  (bar {bar:.1f} us){'  MISSED' if bar and us > bar else ''}", flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(vars(run) | row) + "\n")
+        run.append(out, row)
 
 
 def _measured(cells: list[Cell], rounds: int, words: str) -> dict[str, tuple[Cell, dict[str, float]]]:

@@ -13,7 +13,6 @@ copy's rate and what the products take at the matrix product's, over the time. F
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,18 +216,15 @@ def main() -> None:
             _failed("flashmla", problem)
             given.flashmla = None
     torch.manual_seed(0)
-    machine = vars(Run.now(torch.device("cuda"), given.commit))
-    of = ceilings()
+    machine, of = Run.now(torch.device("cuda"), given.commit), ceilings()
     for cell in cells():
         if all(word in cell.name for word in given.only.split()) and time.monotonic() < end:
             for row in run(cell, bool(given.flashmla), of):
                 rows.append(row)
+                machine.append(given.out, of | row)
                 print(row, flush=True)
             torch.cuda.empty_cache()
-    if given.out:
-        with given.out.open("a") as file:
-            file.writelines(json.dumps(machine | of | row) + "\n" for row in rows)
-    print(f"\n{machine['gpu']}: matmul {of['matmul']:.0f} TFLOP/s, copy {of['copy']:.0f} GB/s")
+    print(f"\n{machine.gpu}: matmul {of['matmul']:.0f} TFLOP/s, copy {of['copy']:.0f} GB/s")
     print(f"{'cell':32} {'provider':9} {'ms':>8} {'TFLOP/s':>8} {'GB/s':>6} {'bound':>6} {'of FlashMLA':>11}")
     form = "{cell:32} {provider:9} {ms:8.4f} {tflops:8.1f} {gbps:6} {bound:6}"
     for row in rows:

@@ -1,7 +1,7 @@
 """Lists of blocks of 64 keys, forward and backward: blocks for each row and key head, as NSA has them, beside FLA's
 kernels; and lists of tiles beside the dense call.
 
-    python -m benchmarks.listed_blocks [--seconds 120] [--only 8k] [--fla FOLDER] [--out rows.jsonl]
+    python -m benchmarks.listed_blocks [--seconds 120] [--only 8k] [--fla FOLDER] [--out rows.jsonl] [--commit C]
 
 Rows list 16 blocks up to their own one, which is among them; `local` rows list four fifths of what the row before
 lists. FLOP are those of listed pairs that causal rows see: 4 d for each forward, 10 d backward. Each result is first
@@ -11,7 +11,6 @@ compared with `backend="reference"` in float64 for some rows. FLA is a folder wi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.harness.machine import Run
 from saccade import Dense, attention, causal, selected_blocks
 from saccade.testing.accuracy import worst_row_error
 from saccade.testing.timing import Clock, Timed, described, measure
@@ -143,18 +143,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells whose name has these words")
     parser.add_argument("--fla", type=Path, help="the folder of FLA's packages")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit")
     given = parser.parse_args()
     end, fla = time.monotonic() + given.seconds, None
     if given.fla is not None:
         sys.path.append(str(given.fla))
         from fla.ops.nsa import parallel as fla  # pyright: ignore[reportMissingImports]
-    rows = []
+    rows, machine = [], Run.now(torch.device("cuda"), given.commit)
     for cell in cells():
         if time.monotonic() < end and all(word in cell.name for word in given.only.split()):
-            rows += run(cell, fla)
+            for row in run(cell, fla):
+                rows.append(row)
+                machine.append(given.out, row)
             torch.cuda.empty_cache()
-    if given.out is not None:
-        given.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for row in rows:
         print(
             f"{row['cell']:32} {row['provider']:8} {row['way']:9} {row['ms']:9.3f} ms {row['tflops']:7.1f} TF",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -217,9 +216,7 @@ def main() -> None:
                 row |= {"ms_q3": high, "ratio": 1e3 * base / ms}
                 told = f"{ms:8.2f} ms  {ms / base / 1e3:.3f} of SDPA's"
                 print(f"{mode:15s} s={s} b={b} {step.name:15s} {told}", flush=True)
-                if given.out is not None:
-                    with given.out.open("a") as file:
-                        file.write(json.dumps(vars(run) | row) + "\n")
+                run.append(given.out, row)
             del steps
             torch.cuda.empty_cache()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -146,9 +145,7 @@ def main() -> None:
     for model_name in given.models:
         for row in rows(model_name, given.work, given.cached, given.rounds):
             print(*(row[x] for x in ("model", "work", "provider")), f"{row['ms']:.2f} ms", row["of_sdpa"], flush=True)
-            if given.out is not None:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(vars(run) | release | row) + "\n")
+            run.append(given.out, release | row)
         torch.cuda.empty_cache()
 
 

@@ -259,9 +259,7 @@ class Session:
         row |= {"of": models.WHOLE.get(given.model)}
         row |= {"mode": given.mode, "cache": given.cache, "backend": backend, "work": work} | found
         print(" ".join(f"{k}={v}" for k, v in row.items() if k not in ("engine", "of")), flush=True)
-        if given.out is not None:
-            with given.out.open("a") as file:
-                file.write(json.dumps(vars(self.run) | row) + "\n")
+        self.run.append(given.out, row)
 
     def start(self) -> None:
         given = self.given

@@ -12,7 +12,6 @@ attention of its own that trains.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -162,9 +161,7 @@ def main() -> None:
         if name == "saccade" and of_own:
             row |= {"ratio": round(apart / of_own, 3)}
         print(row, flush=True)
-        if given.out is not None:
-            with given.out.open("a") as file:
-                file.write(json.dumps(vars(run) | row) + "\n")
+        run.append(given.out, row)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +42,12 @@ class Run:
             torch=str(torch.__version__),
             triton=hardware.triton_version() or "none",
         )
+
+    def append(self, path: Path | None, row: dict[str, Any]) -> None:
+        """Adds a row, with these fields, to a file of rows; nothing where there is none."""
+        if path is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(vars(self) | row) + "\n")
 
 
 def folder(device: torch.device) -> str:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.harness import cost, report, rows
 from benchmarks.harness.grids import BenchGrid, Cell, named
@@ -180,3 +181,13 @@ def test_report_names_a_missing_page(monkeypatch, capsys):
         report.main()
     assert stop.value.code not in (0, None)
     assert "/nowhere does not exist" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_script_adds_rows_with_its_run(tmp_path):
+    machine, path = Run.now(torch.device("cpu"), "c0ffee"), tmp_path / "rows.jsonl"
+    for ms in (1.5, 2.5):
+        machine.append(path, {"ms": ms})
+    machine.append(None, {"ms": 3.5})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found == [vars(machine) | {"ms": 1.5}, vars(machine) | {"ms": 2.5}]
+    assert found[0]["commit"] == "c0ffee"
