@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 import torch
 from torch import Tensor
 
-from saccade import ops
+from saccade import ops, scores
 from saccade.backends import Outputs
 from saccade.call import Call, check_call
 from saccade.call.descale import Descale
@@ -175,16 +175,17 @@ def attention(
             out=out, descale=descale,
         )  # fmt: skip
         return _returned(result, lse, max_scores, return_lse, return_max_scores)
-    found = None
+    found, bound = None, score_mod
     if isinstance(q, Tensor) and not torch.compiler.is_compiling() and not replay.on_host(q):
         flags = return_lse, return_max_scores, deterministic
         given = mask, score_mod, layout, scale, sink, dropout_p, flags, backend, out, descale
-        found = replay.of_arguments(q, k, v, *given)
+        found, values = replay.of_arguments(q, k, v, *given)
         if found is not None and found.replay is not None and (results := ops.replayed(found)) is not None:
             result, lse, max_scores = results
             return _returned(result if out is None else out, lse, max_scores, return_lse, return_max_scores)
+        bound = scores.of_values(score_mod, values)
     call = check_call(
-        q, k, v, mask=mask, score_mod=score_mod, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
+        q, k, v, mask=mask, score_mod=bound, layout=layout, scale=scale, sink=sink, dropout_p=dropout_p,
         return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic, backend=backend,
         out=out, descale=descale,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from saccade import (
     mask_mod,
     nn,
     prefix,
+    relative_bias,
     softcap,
     window,
 )
@@ -125,6 +126,25 @@ def test_numbers_that_dynamo_finds_dynamic(name):
     compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
     for n in (2, 3, 5):
         assert torch.equal(compiled(n), call(n))
+
+
+CAPTURED: dict[str, Any] = {
+    "a bound": lambda n: lambda s, b, h, i, j: s.clamp(min=n),
+    "an exponent": lambda n: lambda s, b, h, i, j: s.abs() ** n,
+    "a keyword": lambda n: lambda s, b, h, i, j: torch.nn.functional.softplus(s, beta=n + 1),
+    "a table of one column": lambda n: relative_bias(torch.randn(HEADS, 2 * int(n) + 1)),
+}
+
+
+@pytest.mark.parametrize("number", [0, 3, 0.0, 2.5])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_numbers_that_functions_capture(name, number):
+    """Dynamo leaves them open; those that are part of a program are read."""
+    torch.compiler.reset()
+    x, keywords = torch.randn(1, HEADS, 24, D), {"score_mod": CAPTURED[name](number)}
+    call = lambda x: attention(x, x, x, **keywords)  # noqa: E731
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(x), call(x))
 
 
 def test_sizes_that_are_marked_dynamic():

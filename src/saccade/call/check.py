@@ -278,7 +278,8 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
 def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:
     given = layout.sizes(q, k)
     sizes = layout.function_sizes(given)
-    error = scores.complaint(score_mod, sizes._replace(exact=layout.rectangular and not layout.positioned))
+    given_mod = score_mod.fn if isinstance(score_mod, Traced) else score_mod
+    error = scores.complaint(given_mod, sizes._replace(exact=layout.rectangular and not layout.positioned))
     score = None if error else scores.bind(score_mod, q)
     if score is not None:
         error = scores.short(score.identity, score.tensors, sizes)

@@ -29,7 +29,7 @@ from saccade.call.dropout import Dropout
 from saccade.layouts import Layout
 from saccade.masks import Blocked, Mask, MaskMod, as_mask
 from saccade.ops import dispatch
-from saccade.scores import Softcap
+from saccade.scores import Softcap, TracedValues
 from saccade.util.arguments import PLAIN, watched, watched_in_eager
 from saccade.util.caches import BoundedCache
 from saccade.util.memory_layout import ALIGNMENT
@@ -205,19 +205,24 @@ def of_arguments(
     backend: Any,
     out: Any,
     descale: Any,
-) -> CallKey | None:
-    """A call by its arguments; None of one that takes the long way.
+) -> tuple[CallKey | None, TracedValues | None]:
+    """A call by its arguments, or None if it takes the long way; and what the guards of its score function gave. A
+    call asks them once: they compute what the function does of captured tensors, and checkpoints count what autograd
+    saves.
 
     Args:
         flags: `return_lse`, `return_max_scores` and `deterministic`.
     """
     if not _is_plain(q, layout, scale, dropout_p, flags, backend):
-        return None
+        return None, None
     masked = _NOTHING if mask is None else _of_mask(mask)
-    scored = _NOTHING if score_mod is None else _of_function(score_mod, q)
     scaled = _NOTHING if descale is None else _of_factors(descale)
-    if masked is None or scored is None or scaled is None:
-        return None
+    if masked is None or scaled is None:
+        return None, None
+    scored = _NOTHING if score_mod is None else _of_function(score_mod, q)
+    if scored is None:
+        return None, None
+    values = scored.values
     deterministic = flags[2] is None and torch.are_deterministic_algorithms_enabled()
     static = (
         layout.text, layout.ints, layout.bounds, masked.static, scored.static, scaled.static, scale, sink is None,
@@ -225,18 +230,20 @@ def of_arguments(
     )  # fmt: skip
     tensors = (q, k, v, *scored.tensors) if sink is None else (q, k, v, sink, *scored.tensors)
     if not PLAIN.issuperset(map(type, tensors)):
-        return None
+        return None, values
     needs = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
     others = *layout.tensors, *masked.tensors, *scaled.tensors
     if others:
         if not PLAIN.issuperset(map(type, others)):
-            return None
+            return None, values
         tensors += others
     if out is None:
-        return None if needs and descale is not None else _find((static, needs), tensors, 0, needs, dropout_p)
+        if needs and descale is not None:
+            return None, values
+        return _find((static, needs), tensors, 0, needs, dropout_p), values
     if needs or type(out) not in PLAIN or (out.requires_grad and torch.is_grad_enabled()):
-        return None
-    return _find((static, "out"), (*tensors, out), 1, False, dropout_p)
+        return None, values
+    return _find((static, "out"), (*tensors, out), 1, False, dropout_p), values
 
 
 def _is_plain(q: Tensor, layout: Any, scale: Any, dropout_p: Any, flags: Any, backend: Any) -> bool:
@@ -261,6 +268,8 @@ class _Part(NamedTuple):
 
     static: Hashable
     tensors: Sequence[Tensor]
+    values: TracedValues | None = None
+    """of a function, what the guards of its trace gave"""
 
 
 _NOTHING = _Part(None, ())
@@ -305,7 +314,8 @@ class _Guess(NamedTuple):
     which decides what the function is."""
 
     inputs: Callable[[Any], Any]
-    trace: Hashable
+    key: Hashable
+    trace: Any
 
 
 def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
@@ -315,14 +325,14 @@ def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
     at = id(score_mod), torch.is_grad_enabled(), torch.get_default_dtype(), q.device, q.dtype
     guess = _guesses.get(at)
     if guess is not None and (now := guess.inputs(score_mod)) is not None:
-        return _Part(guess.trace, now[0])
+        return _Part(guess.key, now[0], TracedValues(guess.trace, *now))
     if (found := scores.guarded(score_mod, q)) is None:
         return None
-    trace, captures, numbers, inputs = found
+    trace, captures, numbers, inputs, values = found
     trace = trace, _bits(*numbers)
     if inputs is not None:
-        _guesses.put(at, _Guess(inputs, trace))
-    return _Part(trace, captures)
+        _guesses.put(at, _Guess(inputs, trace, values.trace))
+    return _Part(trace, captures, values)
 
 
 # Calls of the operators, as compiled models make them, and of backwards.

@@ -2,6 +2,7 @@
 
 from saccade.scores.bind import (
     Sizes,
+    TracedValues,
     bind,
     captured,
     complaint,
@@ -9,6 +10,7 @@ from saccade.scores.bind import (
     from_tensors,
     guarded,
     is_kind,
+    of_values,
     predicate,
     short,
     traced_predicate,
@@ -40,9 +42,9 @@ from saccade.scores.score_mod import Score, ScoreMod, Traced, name_of
 from saccade.scores.tracing.tape import Refused
 
 __all__ = [
-    "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced", "alibi",
-    "bias", "bind", "cache_clear", "cache_info", "callback_clear", "callback_info", "callback_key", "captured",
-    "complaint", "compose", "data_type", "evaluated", "from_tensors", "guarded", "is_kind", "name_of", "predicate",
-    "program_of", "read_programs", "relative_bias", "score_callback", "short", "softcap", "t5_bias", "t5_buckets",
-    "temperature", "traced_predicate", "written_programs",
+    "KINDS", "LONGEST", "CacheInfo", "Graph", "Refused", "Score", "ScoreMod", "Sizes", "Softcap", "Traced",
+    "TracedValues", "alibi", "bias", "bind", "cache_clear", "cache_info", "callback_clear", "callback_info",
+    "callback_key", "captured", "complaint", "compose", "data_type", "evaluated", "from_tensors", "guarded",
+    "is_kind", "name_of", "of_values", "predicate", "program_of", "read_programs", "relative_bias", "score_callback",
+    "short", "softcap", "t5_bias", "t5_buckets", "temperature", "traced_predicate", "written_programs",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from saccade.scores.score_mod import (
     name_of,
     one_by_one,
 )
-from saccade.scores.tracing.guards import find_trace, find_trusted, put_trace
+from saccade.scores.tracing.guards import GuardedTrace, find_trace, find_trusted, put_trace
 from saccade.scores.tracing.tape import TILE, broadcast_shape
 from saccade.scores.tracing.trace import trace_function
 from saccade.util.caches import compile_constant
@@ -185,6 +185,20 @@ def _values(
     return _picked(program.before, [*tensors, *numbers]), _numbers(program.numbers, tensors, numbers)
 
 
+class TracedValues(NamedTuple):
+    """A trace whose guards hold, with its program's tensors and numbers of this call."""
+
+    trace: GuardedTrace
+    tensors: Sequence[Tensor]
+    numbers: Sequence[Any]
+
+
+def of_values(score_mod: Any, values: TracedValues | None) -> Any:
+    """The function, bound by what its guards gave; what they gave is not computed again. Without values the function
+    itself."""
+    return score_mod if values is None else Traced(values.trace.program, *values[1:], score_mod, values.trace.rows)
+
+
 class GuardedScore(NamedTuple):
     """A function whose trace its guards say to be the same."""
 
@@ -195,6 +209,8 @@ class GuardedScore(NamedTuple):
     """the other ones that its Score has now"""
     inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None] | None
     """(function) -> in the first place its tensors, while nothing else may differ; None where that is not known"""
+    values: TracedValues
+    """what `of_values` binds the function by"""
 
 
 def guarded(score_mod: Any, q: Tensor) -> GuardedScore | None:
@@ -204,12 +220,13 @@ def guarded(score_mod: Any, q: Tensor) -> GuardedScore | None:
         return None
     trace, (tensors, numbers) = found
     if trace.whole and not trace.counts:
-        return GuardedScore(trace.guards, tensors, [], trace.inputs)
+        return GuardedScore(trace.guards, tensors, [], trace.inputs, TracedValues(trace, tensors, numbers))
     if trace.whole:
         check_numbers(numbers, dtype)
-        return GuardedScore(trace.guards, tensors, numbers, None)
+        return GuardedScore(trace.guards, tensors, numbers, None, TracedValues(trace, tensors, numbers))
     tensors, numbers = _values(trace.program, tensors, numbers, q.device)
-    return GuardedScore((trace.guards, *map(_form, tensors)), tensors, numbers, None)
+    values = TracedValues(trace, tensors, numbers)
+    return GuardedScore((trace.guards, *map(_form, tensors)), tensors, numbers, None, values)
 
 
 def captured(score_mod: Any) -> list[Tensor]:
@@ -247,7 +264,8 @@ def predicate(fn: Function, name: str | None = None) -> Any:
 def traced_predicate(fn: Function, name: str | None = None) -> Traced:
     """`predicate` of a function that exists outside of compiled regions, also while something else compiles."""
     settings = torch.float32, torch.device("cpu"), name or name_of(fn), "predicate"
-    program, tensors, numbers, _ = _traced(fn, Predicate(fn), settings, None)
+    with torch.no_grad():  # a graph that nobody follows would save tensors, which hooks count
+        program, tensors, numbers, _ = _traced(fn, Predicate(fn), settings, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 
 

@@ -256,8 +256,8 @@ def _constant(n: Any) -> int:
 
 
 def _text(x: float) -> Any:
-    """NaN as something that is equal to itself."""
-    return "nan" if x != x else x
+    """NaN as something that is equal to itself. A set makes a constant of a number that torch.compile leaves open."""
+    return "nan" if x != x else next(iter({x}))
 
 
 _SAME_VALUE = frozenset(("contiguous", "__pos__", "positive"))
