@@ -90,7 +90,7 @@ VALUE_ERRORS = {
     "devices": (lambda: attention(Q, K.to("meta"), V), "cpu, meta, cpu"),
     "sink shape": (lambda: attention(Q, K, V, sink=torch.zeros(2)), f"torch.float32 (2,): {SHAPES}"),
     "sink dtype": (lambda: attention(Q, K, V, sink=int_(4)), f"torch.int64 (4,): {SHAPES}"),
-    "sink number": (lambda: attention(Q, K, V, sink=1.0), f"1.0: {SHAPES}"),
+    "sink sparse": (lambda: attention(Q, K, V, sink=torch.zeros(4).to_sparse()), "got torch.sparse_coo"),
     "sink device": (lambda: attention(Q, K, V, sink=torch.zeros(4, device="meta")), "got meta"),
     "used shape": (
         lambda: attention(Q, K, V, layout=Dense(seqused_k=int_(3))),
@@ -173,6 +173,7 @@ VALUE_ERRORS = {
 }
 
 TYPE_ERRORS = {
+    "sink number": (lambda: attention(Q, K, V, sink=1.0), f"1.0: {SHAPES}"),
     "bias of numbers": (lambda: bias(3.0), "broadcasts to (b, h_q, s_q, s_k), got float"),
     "slopes of numbers": (lambda: alibi([0.5, 0.25]), "got list"),
     "cap in words": (lambda: softcap("50"), "'50'"),

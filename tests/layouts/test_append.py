@@ -197,7 +197,7 @@ SLOTS = torch.tensor([3, -1, 5])
 def test_errors_of_slots_and_queries(changes, words):
     rows = {"k_new": torch.randn(3, H, D), "v_new": torch.randn(3, H, D_V)} if "k_new" not in changes else {}
     call = given(**rows | changes)
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(TypeError if words == "got [1, 2, 3]" else ValueError, match=re.escape(words)):
         append_kv(**call)
     assert not call["k_cache"].any()
 
@@ -518,7 +518,7 @@ def test_broken_numbers_write_nothing(name):
         layout = Paged(TABLE, USED, torch.tensor(changes["layout"]))
         changes = {"layout": layout, "k_new": torch.ones(4, H, D), "v_new": torch.ones(4, H, D_V)}
     call = given(**changes)
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(TypeError if words == "got [1, 2, 3]" else ValueError, match=re.escape(words)):
         append_kv(**call)
     assert not call["k_cache"].any()
     assert not call["v_cache"].any()

@@ -162,7 +162,7 @@ BATCH = {"slots": torch.zeros(1, 3, 2).int(), "seqused_k": torch.zeros(1, 3).int
 )  # fmt: skip
 def test_wrong_layouts(fields, told):
     given = {"slots": torch.zeros(3, 2, dtype=torch.int32), "seqused_k": torch.zeros(3, dtype=torch.int32)}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(TypeError if told.endswith("got None") else ValueError, match=told):
         Paged(**given | fields)
 
 

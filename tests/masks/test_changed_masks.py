@@ -196,6 +196,22 @@ def test_block_mask_of_a_tensor(inference):
             assert torch.allclose(attention(q, q, q, mask=made), attention(q, q, q, mask=first_keys(n)), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(), (6,), (6, 6), (2, 1, 6, 6)])
+def test_memory_of_a_tensor_exchanged(shape):
+    """By `t.data = …` and `set_`, as loading and offloading do."""
+    q, t = torch.randn(2, 2, 6, 8), torch.ones(shape, dtype=torch.bool)
+    mask = causal() & t
+    attention(q, q, q, mask=mask)
+    for change in (lambda new: setattr(t, "data", new), lambda new: t.set_(new.untyped_storage(), 0, *form(new))):
+        change(torch.rand(shape) < 0.4)
+        expected = attention(q, q, q, mask=causal() & t.clone())
+        torch.testing.assert_close(attention(q, q, q, mask=mask), expected)
+
+
+def form(t):
+    return t.shape, t.stride()
+
+
 def test_states_know_no_tensor_that_died():
     """Another tensor may have its address, and its number of writes."""
     seen = first_keys(64).clone()

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saccade import Mask, causal, documents, masks, prefix, window
+from saccade import Mask, causal, documents, interval, masks, prefix, window
 from saccade.masks import UNBOUNDED, Extent
 
 mpl.use("Agg")
@@ -244,6 +244,26 @@ def test_draw(mask, picture):
     assert mask.draw(2, 3) == picture
 
 
+@pytest.mark.parametrize("shape", [(1, 0), (0, 3), (0, 1)])
+def test_pictures_of_empty_tensors(shape):
+    ids = torch.zeros(shape, dtype=torch.int64)
+    for mask in (documents(ids), interval(ids, None), prefix(ids[0, :0] if shape[0] else ids[:, 0])):
+        assert str(mask).startswith(repr(mask))
+        assert mask.visible(0, 0).shape == (1, 0, 0)
+        assert mask.draw(0) == repr(mask)
+
+
+def test_integers_of_other_libraries():
+    class Three:
+        def __index__(self) -> int:
+            return 3
+
+        def __lt__(self, other: int) -> bool:
+            return other > 3
+
+    assert (window(Three(), 0), prefix(Three())) == (window(3, 0), prefix(3))
+
+
 def test_print():
     packed = documents(torch.tensor([[4, 4, 2], [0, 1, 1]])) & causal()
     assert str(packed) == packed.draw(3, 3) == "documents&causal\n■ · ·\n■ ■ ·\n· · ■"
@@ -299,8 +319,8 @@ def test_ids_of_any_size():
     [
         (lambda: window(-1, 0), ValueError, "left must not be negative, got -1"),
         (lambda: window(0, -2), ValueError, "right must not be negative, got -2"),
-        (lambda: window(1.0, 0), TypeError, "left must be an integer or None, got 1.0"),
-        (lambda: window(True, 0), TypeError, "left must be an integer or None, got True"),
+        (lambda: window(1.0, 0), TypeError, "left must be an integer, got 1.0"),
+        (lambda: window(True, 0), TypeError, "left must be an integer, got True"),
         (lambda: prefix(-1), ValueError, "n must not be negative, got -1"),
         (lambda: prefix(None), TypeError, "prefix"),
         (lambda: prefix("3"), TypeError, "'3'"),
@@ -308,7 +328,12 @@ def test_ids_of_any_size():
         (lambda: prefix(torch.ones(2, 2, dtype=torch.int64)), ValueError, "torch.int64 (2, 2)"),
         (lambda: documents(torch.ones(2, 3)), ValueError, "torch.float32 (2, 3)"),
         (lambda: documents(torch.ones(3, dtype=torch.int64)), ValueError, "torch.int64 (3,)"),
-        (lambda: documents([[0, 1]]), ValueError, "[[0, 1]]"),
+        (lambda: documents([[0, 1]]), TypeError, "[[0, 1]]"),
+        (lambda: prefix(torch.tensor([1, 2])).draw(3, batch=9), ValueError, "(b, s_q, s_k) = (10, 3, 3)"),
+        (lambda: documents(torch.zeros(1, 3).long()).visible(5, 5), ValueError, "(b, s_q, s_k) = (1, 5, 5)"),
+        (lambda: causal().draw(-1), ValueError, "s_q must be an integer from 0 on, got -1"),
+        (lambda: causal().draw(3, batch=-1), ValueError, "batch must be an integer from 0 on, got -1"),
+        (lambda: causal().visible(3.0, 3), TypeError, "s_q must be an integer, got 3.0"),
         (lambda: masks.from_tensors("causal&", [], []), ValueError, "causal&"),
         (lambda: masks.from_tensors("diagonal", [], []), ValueError, "'diagonal'"),
         (lambda: masks.from_tensors("(causal", [], []), ValueError, "(causal"),

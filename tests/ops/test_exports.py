@@ -203,6 +203,19 @@ def test_loaded_by_another_process(torch_device, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_operators_under_strict_export():
+    """`&` and `|` come as `operator.and_` and `or_`, which write nothing."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            near = mask_mod(lambda b, h, i, j: ((i - j < 5) & (j > 2)) | (i == j))
+            return attention(q, q, q, mask=causal() & near, score_mod=lambda s, b, h, i, j: s * ((i > j) & (j > 1)))
+
+    q = torch.randn(1, 2, 12, 8)
+    program = torch.export.export(Masked(), (q,), strict=True)
+    torch.testing.assert_close(program.module()(q), Masked()(q))
+
+
 def test_masks_of_sdpa_that_all_batch_rows_share_leave_the_batch_open():
     added = torch.randn(1, 2, 5, 5)
     masks = added > -1, (added > -1)[:, :1, :1], added, added[0, 0]

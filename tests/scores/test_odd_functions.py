@@ -3,6 +3,7 @@ torch's `make_fx` makes."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 
@@ -243,6 +244,7 @@ REFUSED = {
     "two results": (lambda s, *at: Doubled.apply(s)[0], "one value"),
     "frexp": (lambda s, *at: torch.frexp(s).mantissa, "mantissa"),
     "no derivative": (lambda s, *at: torch.special.zeta(s, s), "zeta cannot .* no derivative of it; write"),
+    "a copy": (lambda s, *at: copy.deepcopy(s), "got a dict"),
     "a tuple": (lambda s, *at: (s, s), "got tuple"),
     "other dtypes": (lambda s, b, h, i, j: torch.heaviside(s, i), "heaviside"),
     "heaviside": (lambda s, *at: torch.heaviside(s, s), r"heaviside cannot .* write torch.where\(score > 0"),

@@ -256,7 +256,7 @@ def _check_tensors(
     if sink is not None and not error:
         error = sink_error(sink, layout.canonical(q).shape[1], q.device)
     if error:
-        raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
+        raise arguments.refusal(q if sink is None else sink, f"{error}: {_shapes(q, k, v, layout)}")
 
 
 def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:

@@ -249,7 +249,7 @@ def _check(plan: ContextPlan, layout: Layout, operands: tuple[Tensor, ...], opti
     if options["sink"] is not None and (
         error := sink_error(options["sink"], layout.canonical(operands[0]).shape[1], operands[0].device)
     ):
-        raise ValueError(f"{error}: q, k and v {shapes}")
+        raise arguments.refusal(options["sink"], f"{error}: q, k and v {shapes}")
 
 
 def _check_mask(plan: ContextPlan, mask: Mask | None) -> None:

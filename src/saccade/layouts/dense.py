@@ -59,8 +59,9 @@ class Dense(Layout):
     rectangular = True
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
+        if not isinstance(self.order, str) or self.order not in ORDERS:
+            kind = ValueError if isinstance(self.order, str) else TypeError
+            raise kind(f"unknown order {self.order!r}; a Dense layout has one of {', '.join(map(repr, ORDERS))}")
         for name in LENGTHS:
             if getattr(self, name) is not None:
                 check_vector(name, getattr(self, name), "(b,)")

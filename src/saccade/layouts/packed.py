@@ -115,10 +115,8 @@ class Packed(Layout):
             if isinstance(bound, Tensor):
                 if bound.numel() != 1 or bound.is_floating_point():
                     raise ValueError(f"{name} must be an integer or a tensor of one, got {described(bound)}")
-            elif bound is not None and (
-                isinstance(bound, (bool, float)) or not isinstance(bound, (int, torch.SymInt)) or bound < 0
-            ):
-                raise ValueError(f"{name} must be an integer from 0 on, a tensor of one, or None, got {bound!r}")
+            elif bound is not None:
+                object.__setattr__(self, name, arguments.integer(name, bound))
         self._flatten("packed")
 
     def _settle_keys(self) -> None:

@@ -25,6 +25,7 @@ from saccade.layouts.validate import (
 )
 from saccade.masks import Extent, Mask, Window
 from saccade.scores import Sizes
+from saccade.util import arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +99,8 @@ class Paged(Layout):
             return
         table, used = self.block_table, self.seqused_k
         if not isinstance(table, Tensor) or table.dim() != 2 or table.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"block_table must be an int32 or int64 tensor of shape (b, width), got {described(table)}"
-            )
+            wanted = "an int32 or int64 tensor of shape (b, width)"
+            raise arguments.refusal(table, f"block_table must be {wanted}, got {described(table)}")
         check_vector("seqused_k", used, "(b,)")
         if used.shape[0] != self.sequences:
             shapes = tuple(used.shape), tuple(table.shape)
@@ -116,15 +116,13 @@ class Paged(Layout):
             raise ValueError(
                 "k_offset of a paged cache needs q_offset: without both the rows stand after the keys of the cache"
             )
-        splits = self.num_splits
-        if splits is not None and (isinstance(splits, bool) or not isinstance(splits, int) or splits < 1):
-            raise ValueError(f"num_splits must be an integer from 1 on, or None, got {splits!r}")
-        shared = self.shared_pages
-        if isinstance(shared, bool) or (
-            shared != 0 and (not isinstance(shared, int) or not 0 < shared <= table.shape[1])
-        ):
+        if self.num_splits is not None:
+            object.__setattr__(self, "num_splits", arguments.integer("num_splits", self.num_splits, least=1))
+        shared = arguments.integer("shared_pages", self.shared_pages)
+        object.__setattr__(self, "shared_pages", shared)
+        if shared > 0 and shared > table.shape[1]:  # of 0 nothing is asked: the width may be a symbol
             columns = f"the columns of block_table {tuple(table.shape)}"
-            raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
+            raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared}")
         self._flatten(self.WORD)
 
     def _check_slots(self, slots: Any) -> None:
@@ -136,11 +134,11 @@ class Paged(Layout):
         used, starts = self.seqused_k, self.cu_seqlens_q
         if not isinstance(slots, Tensor) or slots.dim() not in (2, 3) or slots.dtype not in (torch.int32, torch.int64):
             wanted = "an int32 or int64 tensor of shape (b, s_q, n) or (t_q, n)"
-            raise ValueError(f"slots must be {wanted}, got {described(slots)}")
+            raise arguments.refusal(slots, f"slots must be {wanted}, got {described(slots)}")
         integers = isinstance(used, Tensor) and used.dtype in (torch.int32, torch.int64)
         if not integers or used.shape != slots.shape[:-1]:
             wanted = f"an int32 or int64 tensor {tuple(slots.shape[:-1])}, how many slots each row has"
-            raise ValueError(f"seqused_k beside slots must be {wanted}, got {described(used)}")
+            raise arguments.refusal(used, f"seqused_k beside slots must be {wanted}, got {described(used)}")
         if starts is not None:
             check_vector("cu_seqlens_q", starts, "(b + 1,)")
             if slots.dim() != 2 or not starts.shape[0]:
@@ -320,7 +318,8 @@ class CacheSlots:
             if x is None and name == "positions":
                 continue
             if not isinstance(x, Tensor) or x.dim() not in (1, 2) or x.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"{name} must be an int32 or int64 tensor of shape (t,) or (b, s), got {described(x)}")
+                wanted = "an int32 or int64 tensor of shape (t,) or (b, s)"
+                raise arguments.refusal(x, f"{name} must be {wanted}, got {described(x)}")
         if self.positions is not None and self.positions.shape != self.slot_mapping.shape:
             shapes = tuple(self.positions.shape), tuple(self.slot_mapping.shape)
             raise ValueError(f"positions must have the shape of slot_mapping, got {shapes[0]} and {shapes[1]}")

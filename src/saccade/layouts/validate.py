@@ -18,7 +18,7 @@ from saccade.util import arguments
 
 def check_vector(name: str, x: object, shape: str) -> None:
     if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be an int32 or int64 tensor of shape {shape}, got {described(x)}")
+        raise arguments.refusal(x, f"{name} must be an int32 or int64 tensor of shape {shape}, got {described(x)}")
 
 
 def check_offsets(name: str, offsets: list[int], t: int) -> list[int]:
@@ -69,10 +69,9 @@ def offsets_of_lengths(
         if device is not None:
             lengths = lengths.to(device, non_blocking=True)
         return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0)), None
-    numbers = list(lengths) if isinstance(lengths, Sequence) else None
-    if numbers is None or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        got = repr(lengths) if numbers is None else shortened(numbers)
-        raise ValueError(f"{name} must be integers from 0 on, or an integer tensor of shape (b,), got {got}")
+    if not isinstance(lengths, Sequence):
+        raise TypeError(f"{name} must be integers from 0 on, or an integer tensor of shape (b,), got {lengths!r}")
+    numbers = [arguments.integer(f"each of {name}", n) for n in lengths]
     ends = [*accumulate(numbers, initial=0)]
     dtype = torch.int32 if ends[-1] < 1 << 31 else torch.int64
     device = torch.get_default_device() if device is None else device
@@ -84,11 +83,10 @@ def offsets_of_lengths(
 def offsets_of_position_ids(ids: Tensor, max_sequences: int | None) -> Tensor:
     """int32 (b + 1): where the sequences of `ids` begin, and empty ones after them."""
     if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"ids must be an int32 or int64 tensor of shape (t,) or (b, s), got {described(ids)}")
-    if max_sequences is not None and (
-        isinstance(max_sequences, bool) or not isinstance(max_sequences, (int, torch.SymInt)) or max_sequences < 1
-    ):
-        raise ValueError(f"max_sequences must be an integer from 1 on, or None, got {max_sequences!r}")
+        wanted = "an int32 or int64 tensor of shape (t,) or (b, s)"
+        raise arguments.refusal(ids, f"ids must be {wanted}, got {described(ids)}")
+    if max_sequences is not None:
+        max_sequences = arguments.integer("max_sequences", max_sequences, least=1)
     starts = ids == 0
     starts[..., :1] = True
     numbers = starts.flatten().cumsum(0)  # of each token its sequence, from 1 on
@@ -134,9 +132,11 @@ def cache_error(k: torch.Size, v: torch.Size) -> str | None:
 
 
 def sink_error(sink: Tensor, h_q: int, device: torch.device) -> str | None:
+    wanted = f"sink must be a float tensor ({h_q},), one logit per query head"
     if not isinstance(sink, Tensor) or sink.shape != (h_q,) or not sink.is_floating_point():
-        got = f"{sink.dtype} {tuple(sink.shape)}" if isinstance(sink, Tensor) else repr(sink)
-        return f"sink must be a float tensor ({h_q},), one logit per query head, got {got}"
+        return f"{wanted}, got {described(sink)}"
+    if sink.layout != torch.strided:
+        return f"{wanted}, with plain memory, got {sink.layout}"
     if sink.device != device:
         return f"sink must be on q's device {device}, got {sink.device}"
     return None

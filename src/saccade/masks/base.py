@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from saccade.scores import Sizes
+from saccade.util import arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -335,13 +336,24 @@ class Mask:
 
     def visible(self, s_q: int, s_k: int, b: int = 1, head: int = 0) -> Tensor:
         """The whole mask of one query head, bool (b, s_q, s_k), True where a query may attend: for pictures and small
-        checks."""
+        checks.
+
+        Raises:
+            TypeError: a size that is no integer. ValueError: sizes that the tensors of the mask do not have.
+        """
+        for name, n in {"s_q": s_q, "s_k": s_k, "b": b, "head": head}.items():
+            arguments.integer(name, n)
         device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        if not (b and s_q and s_k):
+            return torch.ones(b, s_q, s_k, dtype=torch.bool, device=device)
         extent = Extent.of(s_q, s_k, None, None, device)
         batch, h = torch.arange(b, device=device)[:, None, None], torch.full((1, 1, 1), head, device=device)
-        return self.sees(extent, batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)).expand(
-            b, s_q, s_k
-        )
+        at = batch, h, extent.q_idx()[..., None], torch.arange(s_k, device=device)
+        try:
+            return self.sees(extent, *at).expand(b, s_q, s_k)
+        except IndexError as error:
+            sizes = f"(b, s_q, s_k) = {(b, s_q, s_k)} and head {head}"
+            raise ValueError(f"{self!r} has no elements for {sizes}: {error}") from error
 
     def draw(self, s_q: int | None = None, s_k: int | None = None, batch: int = 0) -> str:
         """Rows are queries, columns keys: `■` visible, `·` masked; `#` and `.` where standard output lacks these.
@@ -351,9 +363,9 @@ class Mask:
         ■ ■ ■ ·
         ■ ■ ■ ■
         """
-        s_q = s_q or self._size() or 8
-        s_k = s_k or s_q
-        rows = self.visible(s_q, s_k, batch + 1)[batch].tolist()
+        s_q = self._size(8) if s_q is None else s_q
+        s_k = s_q if s_k is None else s_k
+        rows = self.visible(s_q, s_k, arguments.integer("batch", batch) + 1)[batch].tolist()
         seen, masked = "■·" if _printable("■·") else "#."
         return "\n".join([repr(self), *(" ".join(seen if cell else masked for cell in row) for row in rows)])
 
@@ -361,19 +373,27 @@ class Mask:
         """Matplotlib axes with the same picture."""
         import matplotlib.pyplot as plt
 
-        s_q = s_q or self._size() or 64
-        s_k = s_k or s_q
+        s_q = self._size(64) if s_q is None else s_q
+        s_k = s_q if s_k is None else s_k
         if ax is None:
             ax = plt.subplots()[1]
-        ax.imshow(self.visible(s_q, s_k, batch + 1)[batch].cpu().numpy(), cmap="Blues", vmin=0, vmax=1)
+        ax.imshow(
+            self.visible(s_q, s_k, arguments.integer("batch", batch) + 1)[batch].cpu().numpy(),
+            cmap="Blues",
+            vmin=0,
+            vmax=1,
+        )
         ax.set(title=repr(self), xlabel="key", ylabel="query")
         return ax
 
-    def _size(self) -> int | None:
-        return next((leaf.length for leaf in self.leaves() if leaf.length is not None), None)
+    def _size(self, otherwise: int) -> int:
+        return next((leaf.length for leaf in self.leaves() if leaf.length is not None), otherwise)
 
     def __str__(self) -> str:
-        return self.draw() if (self._size() or 8) <= 64 else repr(self)
+        try:
+            return self.draw() if self._size(8) <= 64 else repr(self)
+        except ValueError:  # its tensors have no first batch row or head
+            return repr(self)
 
 
 _SIGNS = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from saccade.masks.base import FARTHEST, UNBOUNDED, Extent, Interval, Mask
+from saccade.util import arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +209,7 @@ def documents(ids: Tensor) -> Mask:
         ids: (b, s) integer tensor on q's device, or (1, s) for all batch rows.
 
     Raises:
-        ValueError: ids that are not a two-dimensional integer tensor.
+        ValueError: ids that are not a two-dimensional integer tensor. TypeError: ids that are no tensor.
 
     >>> print((documents(torch.tensor([[7, 7, 3, 3]])) & causal()).draw())
     documents&causal
@@ -219,7 +220,7 @@ def documents(ids: Tensor) -> Mask:
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.is_complex():
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else repr(ids)
-        raise ValueError(f"document ids must be an integer tensor (b, s), got {got}")
+        raise arguments.refusal(ids, f"document ids must be an integer tensor (b, s), got {got}")
     if ids.shape[1] == 0:
         nothing = ids.to(torch.int32)
         return Documents(nothing, nothing, nothing, nothing.bool())
@@ -239,8 +240,7 @@ def documents(ids: Tensor) -> Mask:
 def bound(name: str, value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, (bool, float)) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an integer or None, got {value!r}")
+    value = arguments.integer(name, value, least=None)
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}; None means unbounded")
     return None if value >= UNBOUNDED else value

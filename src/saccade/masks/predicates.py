@@ -305,7 +305,7 @@ def of_tensor(t: Tensor) -> Mask:
         )
     if t.dim() > 4:
         raise ValueError(f"a mask tensor must broadcast to (b, h_q, s_q, s_k), got {tuple(t.shape)}")
-    return TensorMask(t if t.dim() else t[None])
+    return TensorMask(t)
 
 
 def is_block_mask(value: Any) -> bool:

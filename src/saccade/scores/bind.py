@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -264,7 +265,8 @@ def predicate(fn: Function, name: str | None = None) -> Any:
 def traced_predicate(fn: Function, name: str | None = None) -> Traced:
     """`predicate` of a function that exists outside of compiled regions, also while something else compiles."""
     settings = torch.float32, torch.device("cpu"), name or name_of(fn), "predicate"
-    with torch.no_grad():  # a graph that nobody follows would save tensors, which hooks count
+    # A graph that nobody follows would save tensors, which hooks count. torch.export would keep the mode.
+    with nullcontext() if torch.compiler.is_compiling() else torch.no_grad():
         program, tensors, numbers, _ = _traced(fn, Predicate(fn), settings, None)
     return Traced(program, [x.detach() for x in tensors], numbers)
 

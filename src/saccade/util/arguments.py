@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ def tensors(**named: Any) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {describe(x)}")
+
+
+def refusal(x: Any, text: str) -> Exception:
+    """The error of a wrong tensor, or of what should be one."""
+    return ValueError(text) if isinstance(x, Tensor) else TypeError(text)
 
 
 def operands(q: Any, k: Any, v: Any) -> None:
@@ -75,7 +80,7 @@ def integer(name: str, x: Any, least: int | None = 0) -> int:
         raise TypeError(f"{name} must be an integer, got a numpy array {x.shape}")
     if least is not None and x < least:
         raise ValueError(f"{name} must be an integer from {least} on, got {x}")
-    return x
+    return cast(int, x if isinstance(x, (int, torch.SymInt)) else x.__index__())  # numpy's
 
 
 def number(name: str, x: Any, otherwise: str = "") -> float:

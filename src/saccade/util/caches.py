@@ -275,5 +275,6 @@ def callable_of(standing: Any) -> Any:
 
 @compile_constant
 def word_of(function: Any) -> str:
-    """The name of one of torch's functions."""
-    return function.__name__
+    """The name of one of torch's functions, or of an operator, as torch.export has them."""
+    name: str = function.__name__
+    return {"and_": "__and__", "or_": "__or__"}.get(name, name)

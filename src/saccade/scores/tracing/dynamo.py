@@ -112,9 +112,15 @@ def call(function: Any, args: Any, kwargs: Any) -> Any:
     if cut and is_itself(name, args, kwargs, _dtype):
         return args[0]
     result = symbol(tape, tape.call(function, args, kwargs))
+    _refuse_captured(tape)
     if cut:
         result = symbol(tape, tape.call(Tensor.detach, (result,), {}))
     return result
+
+
+def _refuse_captured(tape: Tape) -> None:
+    if tape.tensors and exports():
+        refuse(_STRICT)
 
 
 def applied(name: str, forward: Any, backward: Any, setup_context: Any, *args: Any) -> Any:
@@ -176,8 +182,7 @@ def trace_function(fn: Callable[..., Any], dtype: torch.dtype, device: torch.dev
     _effects(before)
     results = results if outputs > 1 else (results,)
     arguments = tuple([tape.argument(x, True) for x in results])
-    if tape.tensors and exports():
-        refuse(_STRICT)
+    _refuse_captured(tape)
     for x in tape.tensors:
         if x.device.type == "meta" and device.type != "meta":
             refuse(BEHIND)

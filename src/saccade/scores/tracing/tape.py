@@ -164,6 +164,8 @@ class Tape:
             raise Refused(f"scores are real numbers, and meet {x}")
         if hasattr(x, "item"):  # numpy's
             return self.argument(x.item(), lifts, keeps_zero)
+        if kind is dict or kind is set:
+            raise Refused(f"operations on scores take numbers, tensors and values of the call, got a {kind.__name__}")
         return "constant", str(kind), x
 
     def _number(self, x: Any, source: Any = None) -> Any:
