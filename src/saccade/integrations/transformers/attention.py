@@ -209,8 +209,8 @@ def updated(
     """
     cu_q, cu_k = offsets
     if _takes_indices(type(cache).update):  # before transformers 5.20
-        places = {name: keywords[name] for name in ("read_index", "write_index")}
-        k, v = cache.update(key, value, module.layer_idx, **places)
+        indices = {name: keywords[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(key, value, module.layer_idx, **indices)
         if isinstance(cu_k, dict):
             cu_k = cu_k["sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"]
         return k, v, Packed(cu_q, cu_k)
