@@ -4,13 +4,15 @@
         [--layers N] [--work check,prefill,mixed,prefix,decode] [--rounds 3] [--seconds 280] [--profile decode-1x1000]
         [--engine JSON] [--out rows.jsonl]
 
-CUSTOM is saccade. Each backend has an engine in a process of its own, all of them on the same GPU at the same time, and
-one works while the others wait. The first backend is what the others are compared with. MODEL is one of
+CUSTOM is saccade. `FLASH_ATTN@2` is one more engine on FLASH_ATTN: how much two processes of the same backend differ.
+Each backend has an engine in a process of its own, all of them on the same GPU at the same time, and one works while
+the others wait. The first backend is what the others are compared with. MODEL is one of
 `benchmarks.engines.models.SHAPES`, with fewer layers and a smaller vocabulary than the published one.
 
 Rows: `start` has seconds and memory; `check` has the mean distances of log-probabilities from those of float32, of
 tokens of a prompt and of tokens that the engine chose, over a cold and over a cached prompt; all other rows have tokens
-per second, `value`, its quartiles, and `ratio`, of the first backend's time to this one's: above 1 is faster.
+per second, `value`, its quartiles, and `ratio`, of the first backend's time to this one's: above 1 is faster;
+`ratio_q1` and `ratio_q3` are quartiles of the ratios of single rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from benchmarks.engines import models
 from benchmarks.harness.machine import Run
 from saccade.testing.timing import Times, in_turns
 
-TOKENS_IN_CACHE = 270_000
+TOKENS_IN_CACHE = 280_000
+"""For 256 requests of 1,064 tokens in whole pages, so that none has to wait."""
 WORK: dict[str, list[tuple[str, int, int, int]]] = {
     # how, requests, tokens of a prompt, tokens that are generated
     "prefill": [("prefill", 16, 4096, 1), ("prefill", 5, 14000, 1)],
@@ -98,7 +101,7 @@ class Engine:
         imported = time.perf_counter()
         words: dict[str, Any] = {
             "skip_tokenizer_init": True,
-            "attention_backend": backend,
+            "attention_backend": backend.split("@")[0],
             "dtype": "bfloat16",
             "enforce_eager": mode == "eager",
             "kv_cache_dtype": cache,
@@ -281,7 +284,8 @@ class Session:
 
     def check(self) -> None:
         """Distances from float32, and those of the first backend as the measure of the others'."""
-        exact = Child("float32", self.folder, partial(models.Exact, self.folder / "model", self.device))
+        device = self.given.exact or self.device
+        exact = Child("float32", self.folder, partial(models.Exact, self.folder / "model", device))
         try:
             exact.answer(self.until)
             base: dict[str, float] = {}
@@ -302,11 +306,12 @@ class Session:
 
     def time(self, ask: Ask) -> None:
         """In turns; a first round, whose kernels compile, does not count."""
-        turn = dict.fromkeys(self.engines, 0)
+        samples: dict[str, list[float]] = {backend: [] for backend in self.engines}
 
         def sample(backend: str) -> float:
-            turn[backend] += 1
-            return self.engines[backend].ask(self.until, "time", replace(ask, seed=turn[backend]))
+            seed = 1 + len(samples[backend])
+            samples[backend].append(self.engines[backend].ask(self.until, "time", replace(ask, seed=seed)))
+            return samples[backend][-1]
 
         for backend in [*self.engines]:
             try:
@@ -315,12 +320,15 @@ class Session:
                 self.lose(backend, problem)
         reasons: dict[str, Exception] = {}
         times = in_turns([*self.engines], self.given.rounds, sample, reasons.__setitem__)
-        base = next(iter(times.values()), Times(0, 0, 0))
+        first = next(iter(times), "")
+        base = times.get(first, Times(0, 0, 0))
         for backend, found in times.items():
+            rounds = Times.of([1e-3 * x / y for x, y in zip(samples[first][1:], samples[backend][1:], strict=False)])
+            spread = {"ratio_q1": round(rounds.ms_q1, 4), "ratio_q3": round(rounds.ms_q3, 4)}
             rate = [round(1e3 * ask.counted / ms, 1) for ms in (found.ms, found.ms_q3, found.ms_q1)]
             more = {"ms_per_step": round(found.ms / ask.tokens, 4)} if ask.how == "decode" else {}
             ratio = round(base.ms / found.ms, 4)
-            self.emit(backend, ask.name, value=rate[0], q1=rate[1], q3=rate[2], ratio=ratio, **more)
+            self.emit(backend, ask.name, value=rate[0], q1=rate[1], q3=rate[2], ratio=ratio, **spread, **more)
         for backend, problem in reasons.items():
             self.lose(backend, problem)
 
@@ -346,6 +354,7 @@ def main() -> None:
     words.add_argument("--mode", choices=("eager", "graphs", "full"), default="graphs")
     words.add_argument("--cache", default="auto")
     words.add_argument("--layers", type=int)
+    words.add_argument("--exact", help="where float32 runs, such as cuda:1, if it is too large for the engines' GPU")
     words.add_argument("--tokens", type=int, help=f"that the cache holds, {TOKENS_IN_CACHE} if not given")
     words.add_argument("--work", type=listed, default="check,prefill,mixed,prefix,decode")
     words.add_argument("--rounds", type=int, default=3)

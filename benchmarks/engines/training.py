@@ -88,6 +88,8 @@ def megatron() -> Iterator[Made]:
 def torchtitan() -> Iterator[Made]:
     """Llama 3's debugging model over packed documents, by its VarlenAttention: q, k and v in bfloat16, all else not."""
     layers, llama3 = (_module(f"torchtitan.models.{x}") for x in ("common.attention", "llama3"))
+    # Its layers would activate FlashAttention-3, which is not on every machine; PyTorch has FlashAttention-2.
+    _module("torchtitan.tools.utils").get_cuda_flash_attention_impl = lambda: None
     positions = torch.arange(LENGTH, device=DEVICE).remainder(96).expand(ROWS, -1)
     documents = (positions == 0).cumsum(1)
     seen = (documents[:, None, :, None] == documents[:, None, None]) & torch.ones(
@@ -112,7 +114,7 @@ def torchtitan() -> Iterator[Made]:
         model.init_states()
         layers.VarlenAttention.forward = unfused if name == "float32" else own
         if name == "saccade" and DEVICE == "cuda":
-            activate()  # after the model is made, which activates another
+            activate()
         elif name == "saccade":
             layers.varlen_attn = torch_varlen.varlen_attn
         yield name, model.to(DEVICE), loss

@@ -197,14 +197,16 @@ class CacheOf5:
         return self.full
 
 
-class CacheOf4(CacheOf5):
-    def update(self, key_states, value_states, layer_idx, read_index, write_index, **kwargs):
+class CacheOfIndices(CacheOf5):
+    """That of transformers 4, and of 5 before 5.20, which takes no other keyword."""
+
+    def update(self, key_states, value_states, layer_idx, read_index, write_index):
         assert key_states.shape[2] == 3
         assert (layer_idx, read_index, write_index) == (0, "read", "write")
         return tuple(x[0].transpose(0, 1) for x in self.full)
 
 
-@pytest.mark.parametrize("kind", [CacheOf4, CacheOf5], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize("kind", [CacheOfIndices, CacheOf5], ids=["before 5.20", "from 5.20"])
 def test_continuous_batching(kind):
     """One new row of a sequence of 4, and two of one of 6."""
     q, k, v = operands(3, 10, b=1)
@@ -213,12 +215,13 @@ def test_continuous_batching(kind):
         q,
         k[:, :, :3],
         v[:, :, :3],
-        torch.zeros(1, 1, 3, 10) if kind is CacheOf4 else None,
+        torch.zeros(1, 1, 3, 10) if kind is CacheOfIndices else None,
         cache=kind(k, v, offsets_k),
         cu_seq_lens_q=offsets_q,
         cu_seq_lens_k={"full_attention": offsets_k},
         read_index="read",
         write_index="write",
+        block_table=None,
     )
     flat = (x[0].transpose(0, 1) for x in (q, k, v))
     wanted = attention(*flat, mask=causal(), layout=Packed(offsets_q, offsets_k))

@@ -32,10 +32,12 @@ def stub(monkeypatch):
     return package
 
 
-def test_both_names_and_both_functions(stub):
+def test_every_name_and_both_functions(stub):
+    """Transformers 5.0 to 5.19 put `paged|` before the name for batches."""
     register()
-    assert stub.AttentionInterface.known == dict.fromkeys([NAME, FOR_BATCHES], attention_forward)
-    assert stub.AttentionMaskInterface.known == dict.fromkeys([NAME, FOR_BATCHES], attention_mask_of)
+    names = [NAME, FOR_BATCHES, f"paged|{FOR_BATCHES}"]
+    assert stub.AttentionInterface.known == dict.fromkeys(names, attention_forward)
+    assert stub.AttentionMaskInterface.known == dict.fromkeys(names, attention_mask_of)
 
 
 def test_nothing_else_changes(stub):
@@ -49,6 +51,14 @@ def test_nothing_else_changes(stub):
     *functions, pad, unpad = load(FOR_BATCHES)
     assert functions == [attention_forward] * 3  # without the third, no block tables
     assert pad is unpad is None
+
+
+def test_block_tables_of_a_cache_that_takes_indices(stub):
+    """Of 5.5 to 5.19: not announced, so that each step reads by indices."""
+    stub.modeling_flash_attention_utils.lazy_import_paged_flash_attention = None
+    register()
+    functions = stub.modeling_flash_attention_utils._lazy_imports(f"paged|{FOR_BATCHES}")
+    assert functions == (attention_forward, attention_forward, None, None, None)
 
 
 def test_the_name_for_batches():

@@ -208,8 +208,9 @@ def updated(
         The keys and values of all sequences end to end, (t_k, h_k, d), or all pages; and where each sequence's are.
     """
     cu_q, cu_k = offsets
-    if _takes_indices(type(cache).update):  # transformers 4
-        k, v = cache.update(key, value, module.layer_idx, **keywords)
+    if _takes_indices(type(cache).update):  # before transformers 5.20
+        indices = {name: keywords[name] for name in ("read_index", "write_index")}
+        k, v = cache.update(key, value, module.layer_idx, **indices)
         if isinstance(cu_k, dict):
             cu_k = cu_k["sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"]
         return k, v, Packed(cu_q, cu_k)
@@ -244,6 +245,8 @@ def _takes_indices(update: Callable[..., Any]) -> bool:
 NAME = "saccade"
 FOR_BATCHES = "saccade_flash2"
 """The name for continuous batching, which takes names with "flash" in them alone, and block tables with "flash…2"."""
+_BEFORE_5_20 = f"paged|{FOR_BATCHES}"
+"""What transformers 5.0 to 5.19 make of that name."""
 
 
 def register() -> None:
@@ -263,7 +266,7 @@ def register() -> None:
         interfaces = transformers.AttentionInterface, transformers.AttentionMaskInterface
     except (ImportError, AttributeError) as error:
         raise ImportError(f"saccade.integrations.transformers needs transformers 4.57 or newer: {error}") from error
-    for name in (NAME, FOR_BATCHES):
+    for name in (NAME, FOR_BATCHES, _BEFORE_5_20):
         for interface, function in zip(interfaces, (attention_forward, attention_mask_of), strict=True):
             interface.register(name, function)
     _announce()
@@ -278,12 +281,13 @@ def _announce() -> None:
     if load is None or next(iter(inspect.signature(load).parameters), None) != "implementation":
         raise RuntimeError(f"cannot announce {FOR_BATCHES!r}: transformers' _lazy_imports is not as expected")
 
-    count = 5 if hasattr(loader, "_flash_with_kvcache_fn") else 4
+    functions: list[Any] = [attention_forward] * 2
+    if hasattr(loader, "_flash_with_kvcache_fn"):  # with block tables, which `updated` reads from 5.20 on
+        functions.append(None if hasattr(loader, "lazy_import_paged_flash_attention") else attention_forward)
 
     def lazy_imports(implementation: Any, *arguments: Any, **options: Any) -> Any:
-        if implementation == FOR_BATCHES:
-            # For attention, the third with block tables; and for padding.
-            return (*[attention_forward] * (count - 2), None, None)
+        if implementation in (FOR_BATCHES, _BEFORE_5_20):
+            return (*functions, None, None)  # for attention, and for padding
         return load(implementation, *arguments, **options)
 
     lazy_imports.knows_saccade = True  # pyright: ignore[reportFunctionMemberAccess]
