@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -396,9 +396,11 @@ def packed(
 def _leaves(signature: Iterable[Any], arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """The arguments that a compiled kernel has parameters for, each with its kind."""
     for kind, x in zip(signature, arguments, strict=True):
+        if kind == "constexpr":
+            continue
         if isinstance(kind, tuple):
             yield from _leaves(kind, x)
-        elif kind != "constexpr":
+        else:
             yield kind, x
 
 
