@@ -367,7 +367,7 @@ def packed(
     maps: list[tuple[int, bytes, Slot]] = []
     described = iter(encodings)
     for kind, x in _leaves(compiled.src.signature.values(), arguments):
-        place, form = len(values), _FORMATS.get(kind)
+        at, form = len(values), _FORMATS.get(kind)
         if form is not None:  # struct raises for floats beyond float32, which Triton rounds to infinity
             formats.append(form)
             values.append(ctypes.c_float(x).value if form == "f4x" else x)
@@ -377,13 +377,13 @@ def packed(
             if x is not None:
                 if (found := slot(x)) is None:
                     return None
-                cells.append((place, found))
+                cells.append((at, found))
         elif kind.startswith("tensordesc"):
             found, encoding = slot(x.base), next(described, None)
             there = None if found is None or encoding is None else _tensor_map(encoding, x.base.data_ptr())
             if found is None or encoding is None or there is None:
                 return None
-            maps.append((place, there, found))
+            maps.append((at, there, found))
             formats += "Q", *["i4x"] * len(encoding.shape), *["q"] * len(encoding.strides)
             values += 0, *encoding.shape, *encoding.strides
         else:
@@ -424,9 +424,9 @@ class PackedLaunch:
         """
         self.compiled, self.sizes, self.chained = compiled, sizes, chained
         self.values, self.maps = values, b"".join([x for _, x, _ in maps])
-        self.cells = [(place, *found) for place, found in cells]
+        self.cells = [(at, *found) for at, found in cells]
         self.moved = [(_MAP_BYTES * i, *found) for i, (*_, found) in enumerate(maps)]
-        form = len(values), *[place for place, *_ in maps]
+        form = len(values), *[at for at, *_ in maps]
         self.form, self.idle = form, _idle.setdefault(form, [])
 
     def __call__(self, device: int, stream: int, addresses: Sequence[int]) -> None:
@@ -499,8 +499,8 @@ class _Frame:
         pointer, self.words = ((ctypes.c_uint64 * count).from_address(base + x) for x in (pointers, pointers + size))
         values = ctypes.addressof(self.words)
         pointer[:] = range(values, values + size, _VALUE_BYTES)
-        for i, place in enumerate(maps):
-            pointer[place] = base + _MAP_BYTES * i
+        for i, at in enumerate(maps):
+            pointer[at] = base + _MAP_BYTES * i
         self.call: Any = None
         self.addresses: Sequence[int] | None = None
 
@@ -520,11 +520,11 @@ class _Frame:
             self._load(launch)
         if self.addresses != addresses:
             words, base = self.words, self.base
-            for place, i, offset in launch.cells:
-                words[place] = addresses[i] + offset
+            for at, i, offset in launch.cells:
+                words[at] = addresses[i] + offset
             replace = self.driver.cuTensorMapReplaceAddress
-            for place, i, offset in launch.moved:
-                if error := replace(base + place, addresses[i] + offset):
+            for at, i, offset in launch.moved:
+                if error := replace(base + at, addresses[i] + offset):
                     return error
             self.addresses = addresses
         self.stream.value = stream
