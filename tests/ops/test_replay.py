@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from saccade import Dense, alibi, attention, causal, compose, mask_mod, scores, softcap, t5_bias, window
 from saccade.ops import replay
 from saccade.util.arguments import Unsupported
+from tests.ops.conftest import LaunchRecorder
 
 bind = importlib.import_module("saccade.scores.bind")
 """By name, as the package holds its function."""
@@ -54,6 +55,29 @@ def test_later_calls_are_repeated(done: list[str]) -> None:
         given = operands()
         check(attention(*given), given)
     assert done == ["forward"] * 3
+
+
+def test_calls_of_other_sizes_are_recorded_at_once(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each step of a model has them, whose layers repeat them."""
+    settle(*operands(8))
+    for s in (9, 10):
+        for times in range(3):
+            done.clear()
+            given = operands(s)
+            check(attention(*given), given)
+            assert done == ["forward"] * bool(times)
+            done.clear()
+            other = operands(s)  # of another form, which was not made twice
+            check(attention(*other, scale=0.5 + s), other, scale=0.5 + s)
+            assert done == ["forward"] * (times == 2)
+    # What a first call did besides, as to compile, is no reason against the second.
+    with monkeypatch.context() as patch:
+        patch.setattr(LaunchRecorder, "replay", lambda *given: None)
+        attention(*operands(11))
+    for times in range(2):
+        done.clear()
+        attention(*operands(11))
+        assert done == ["forward"] * times
 
 
 def test_an_address_that_is_used_again(done: list[str]) -> None:

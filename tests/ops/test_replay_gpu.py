@@ -140,6 +140,17 @@ def test_memory_that_is_used_again(backend: str, repeated: list[Any]) -> None:
     assert len(repeated) >= 8
 
 
+def test_keys_that_grow(backend: str, repeated: list[Any]) -> None:
+    """Steps of three layers, whose keys are one more each time: the second call of each is replayed."""
+    for s in range(250, 262):
+        repeated.clear()
+        for seed in range(3):
+            given = PLAIN.replace(s_q=1, s_k=s).inputs("cuda", seed=seed)
+            check(given.q, given.k, given.v, backend=backend, backward=False).assert_ok()
+        assert repeated
+    assert len(repeated) >= 2
+
+
 def test_dout_that_lies_otherwise(backend: str, repeated: list[Any]) -> None:
     q, k, v = (torch.randn(1, 4, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     dout = torch.randn_like(q)

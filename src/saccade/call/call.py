@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any, NamedTuple
 
@@ -299,16 +299,18 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 def aligned(x: Tensor) -> bool:
     """Whether every row of a (b, h, s, d) tensor is contiguous and starts at a multiple of 16 bytes."""
-    stride_b, stride_h, stride_s, stride_d = strides(x) if 1 in x.shape else x.stride()
+    stride_b, stride_h, stride_s, stride_d = (
+        strides(x.shape, x.stride(), x.element_size()) if 1 in x.shape else x.stride()
+    )
     return stride_d == 1 and ((stride_b | stride_h | stride_s) * x.element_size() | address(x)) % ALIGNMENT == 0
 
 
-def strides(x: Tensor) -> list[int]:
-    """x's strides as bulk copies take them. No address depends on that of a dimension of one element, so it may be
-    anything, as in the views of a server whose rank has one key head: one that is not aligned is 0 here."""
-    size = x.element_size()
-    *steps, last = zip(x.shape, x.stride(), strict=True)
-    return [*(0 if n == 1 and m * size % ALIGNMENT else m for n, m in steps), last[1]]
+def strides(shape: Iterable[int], steps: Iterable[int], size: int) -> list[int]:
+    """A tensor's strides as bulk copies take them, of elements of `size` bytes. No address depends on that of a
+    dimension of one element, so it may be anything, as in the views of a server whose rank has one key head: one that
+    is not aligned is 0 here."""
+    *found, (_, last) = zip(shape, steps, strict=True)
+    return [*[0 if n == 1 and m * size % ALIGNMENT else m for n, m in found], last]
 
 
 def _span(x: Tensor) -> int:

@@ -77,7 +77,7 @@ def _plan_of(call: Call, backend: str, gradient: bool) -> Plan:
     spec = call.spec
     chosen = plan(spec, backend, gradient)
     passed_over = backend == "auto" and slower_than_next(chosen.backend, call, gradient) is not None
-    if not passed_over and not reasons_against(chosen.backend, call, gradient):
+    if not passed_over and not _obstacles(chosen.backend, call, gradient):  # it has no reason against the Spec
         return chosen
     return Plan(spec, _first(call, spec, backend, gradient))
 
@@ -104,8 +104,12 @@ def reasons_against(backend: str, call: Spec | Call, gradient: bool = False) -> 
     if support is None:
         return ["has no backward"]
     spec = call if isinstance(call, Spec) else call.spec
-    if reasons := support.reasons(spec):
-        return reasons
+    return support.reasons(spec) or _obstacles(backend, call, gradient)
+
+
+def _obstacles(backend: str, call: Spec | Call, gradient: bool) -> list[str]:
+    """What else than its support is against it."""
+    module, spec = backend_module(backend), call if isinstance(call, Spec) else call.spec
     if hardware.present(spec.device) and (obstacle := module.obstacle()) is not None:
         return [obstacle]
     return module.refusals(call, gradient) if call is not spec and hasattr(module, "refusals") else []

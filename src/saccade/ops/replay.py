@@ -8,7 +8,8 @@ Keys are made of what a caller passes, without a Call: `of_arguments` of those o
 a registered operator. A score function is in a key as its trace, **while the guards of that trace hold in this
 call**; tensors and numbers that it captures are read anew. Its address is a guess at that trace, whose guards
 decides as ever. The first call with a key is noted here, the second one is recorded by the backend
-(`backends/device/replay.py`), all later ones are replayed.
+(`backends/device/replay.py`), all later ones are replayed. Once calls that differ in sizes alone were made twice, as
+each layer of a model makes them, the first one is recorded.
 """
 
 from __future__ import annotations
@@ -74,19 +75,23 @@ class _Unready(NamedTuple):
 _ONCE, _NEVER = _Unready("seen once"), _Unready("does more than to allocate and launch")
 _replays: BoundedCache[Any, Any] = BoundedCache(4096)
 _guesses: BoundedCache[Any, Any] = BoundedCache(2048)
+_forms: BoundedCache[Any, bool] = BoundedCache(512)
+"""Forms of which a call came again: each step of a model has other sizes, and calls them once a layer."""
 
 
 def forget() -> None:
     """Drops all that is kept of calls: plans too."""
     _replays.clear()
     _guesses.clear()
+    _forms.clear()
     dispatch.forget()
 
 
 class CallKey(NamedTuple):
     """A call that has a key."""
 
-    key: Hashable
+    key: tuple[Hashable, ...]
+    """its form, which is all but its sizes; and those"""
     operands: Sequence[Tensor]
     """those of its tensors that the caller passes"""
     addresses: list[int]
@@ -122,16 +127,21 @@ class CallKey(NamedTuple):
     def recorded(
         self, module: Any, more: Sequence[Tensor], work: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
-        """The results of `work`, which computes this call; recorded for later ones the second time.
+        """The results of `work`, which computes this call; recorded for later ones the second time, or the first time
+        where calls of other sizes were made twice.
 
         Args:
             module: the backend.
             more: further operands, which the call drew itself.
         """
-        if self.replay is not _ONCE or not hasattr(module, "recorder"):
-            if self.replay is None:
-                _replays.put(self.key, _ONCE)
+        form, first = self.key[0], self.replay is None
+        if first and _forms.get(form) is None:
+            _replays.put(self.key, _ONCE)
             return work()
+        if not (first or self.replay is _ONCE) or not hasattr(module, "recorder"):
+            return work()
+        if not first:
+            _forms.put(form, True)
         recorder = None if any(map(on_host, self.operands)) else module.recorder()  # whose numbers the host may read
         if recorder is None:
             return work()
@@ -139,7 +149,7 @@ class CallKey(NamedTuple):
             results = work()
         replay = recorder.replay([*self.operands, *more], results)
         if replay is not None or not recorder.compiles:
-            _replays.put(self.key, replay or _NEVER)
+            _replays.put(self.key, replay or (_ONCE if first else _NEVER))
         return results
 
 

@@ -83,6 +83,7 @@ def encode(address: int, word: str) -> bytes:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(replay, "driver", lambda: driver)
+    monkeypatch.setattr(replay, "_idle", {})
     monkeypatch.setattr(replay, "_bytes_of", lambda x: x)
     return driver
 
@@ -144,6 +145,23 @@ def test_threads_have_memory_of_their_own(driver: Driver) -> None:
         stream, first, second = told[1], struct.unpack("<Q", told[4][:8])[0], told[9] - 16
         assert first >> 20 == second >> 30 == stream
         assert first & 0xFFFFF == second & 0xFFFFF
+
+
+def test_launches_whose_parameters_lie_alike_share_memory(driver: Driver) -> None:
+    x, y = torch.zeros(64, 32, dtype=torch.bfloat16), torch.zeros(4)
+    one, two = launch_of(x, y, compiled(launch_pdl=True)), launch_of(x, y, compiled(), 0.5)
+    assert one is not None
+    assert two is not None
+    two.compiled.function, two.sizes = 78, (9, 1, 1, 64, 1, 1, 0)
+    addresses = [1 << 12, 0, 1 << 13]
+    started = []
+    for launch in (one, two, one, one, two):
+        launch(0, 7, addresses)
+        started.append(driver.seen[-1])
+    assert len(one.idle) == 1
+    assert one.idle is two.idle
+    assert started[0] == started[2] == started[3] != started[1] == started[4]
+    assert [(x[0][0], x[2], x[3], x[11]) for x in started[:2]] == [(3, (6, 1), 77, 0.25), (9, (), 78, 0.5)]
 
 
 def test_errors_of_the_driver(driver: Driver) -> None:

@@ -5,8 +5,8 @@ launch kernels, it becomes a `Replay`: calls of the same key (`ops/replay.py`) h
 numbers, and differ in addresses.
 
 Triton's launcher goes over all arguments of a kernel, dozens of them, and asks the driver about every pointer. A Replay
-packs the parameters of each kernel once. Later it writes addresses alone, and asks CUDA's driver itself. Memory of a
-launch is used by one thread at a time: a thread takes it out of `idle`, and puts it back.
+packs the parameters of each kernel once. Later it writes addresses alone, and asks CUDA's driver itself. Launches whose
+parameters lie alike share memory, used by one thread at a time: a thread takes it out of `idle`, and puts it back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,9 +25,10 @@ from triton import knobs
 from saccade.util.imports import DispatchMode
 
 _FORMATS = {
-    "i1": "<i", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<I", "u8": "<B", "u16": "<H", "u32": "<I",
-    "u64": "<Q", "fp32": "<f", "f32": "<f", "fp64": "<d",
+    "i1": "i4x", "i8": "b7x", "i16": "h6x", "i32": "i4x", "i64": "q", "u1": "I4x", "u8": "B7x", "u16": "H6x",
+    "u32": "I4x", "u64": "Q", "fp32": "f4x", "f32": "f4x", "fp64": "d",
 }  # fmt: skip
+"""How a kernel's parameter lies in its 8 bytes."""
 _MAP_BYTES, _CONFIG_BYTES, _ATTRIBUTE_BYTES, _VALUE_BYTES = 128, 56, 72, 8
 _CONFIG = "<7I4xQQI"
 """CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes, how many."""
@@ -262,6 +263,7 @@ class _Memory:
 
     def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None, kept: Sequence[Tensor]) -> None:
         self.operands, self.drawn, self.kept = operands, drawn, kept
+        self.memory = [*map(_memory, operands)]
         self.results: list[Tensor | None] = []
         """None where the call returns nothing, or an operand"""
         self.in_workspace: dict[int, tuple[Tensor, int]] = {}
@@ -284,8 +286,9 @@ class _Memory:
 
     def find(self, x: Tensor) -> Slot | None:
         """The place of a kernel's argument; None where it is not known, or may be in one operand or another."""
-        own = [i for i, y in enumerate(self.operands) if _same_memory(x, y) and _is_within(x, y)]
-        if own:  # a key holds which operands have one address
+        memory = _memory(x)
+        near = [i for i, y in enumerate(self.memory) if y == memory]
+        if own := [i for i in near if _is_within(x, self.operands[i])]:  # a key holds which operands have one address
             starts = {self.operands[i].data_ptr() for i in own}
             return (own[0], x.data_ptr() - starts.pop()) if len(starts) == 1 else None
         behind = len(self.operands)
@@ -293,7 +296,7 @@ class _Memory:
             if y is not None and _same_memory(x, y):
                 return behind + i, x.data_ptr() - y.data_ptr()
         behind += len(self.results)
-        if (mine := self.in_workspace.get(_memory(x))) is not None:
+        if (mine := self.in_workspace.get(memory)) is not None:
             return behind, mine[1] + int(x.storage_offset()) * x.element_size()
         if self.drawn is not None and x is self.drawn[0]:
             return behind + 1, 0
@@ -317,6 +320,8 @@ def _same_elements(x: Tensor, y: Tensor) -> bool:
 def _is_within(x: Tensor, y: Tensor) -> bool:
     """Whether x begins at an element of y, which lies in the same memory."""
     far = x.data_ptr() - y.data_ptr()
+    if not far:
+        return True
     for n, stride in sorted(zip(y.shape, y.stride(), strict=True), key=lambda step: -step[1]):
         step = stride * y.element_size()
         if step > 0 and far > 0:
@@ -335,14 +340,6 @@ class Encoding(NamedTuple):
     fill: Sequence[Any]
     shape: Sequence[int]
     strides: Sequence[int]
-
-
-class Parameter(NamedTuple):
-    """One parameter of a kernel."""
-
-    value: bytes
-    """as long as the parameter; of an address, or a tensor map of one, any"""
-    slot: Slot | None = None
 
 
 def packed(
@@ -364,57 +361,84 @@ def packed(
     plain = type(run).__name__ == "CudaLauncher" and not any(asks)
     if not plain or blocks != 1 or shared > _MOST_SHARED or metadata.launch_cooperative_grid or driver() is None:
         return None
-    parameters = [*_parameters(compiled.src.signature.values(), arguments, iter(encodings), slot)]
-    if None in parameters:
-        return None
-    sizes = *grid, 32 * warps, 1, 1, shared
-    return PackedLaunch(compiled, sizes, bool(metadata.launch_pdl), [x for x in parameters if x is not None])
-
-
-def _parameters(
-    signature: Any, arguments: Sequence[Any], encodings: Iterator[Encoding], slot: Callable[[Tensor], Slot | None]
-) -> Iterator[Parameter | None]:
-    """Those of the compiled kernel, one by one; None for what is not known here."""
-    for kind, x in zip(signature, arguments, strict=True):
-        if isinstance(kind, tuple):
-            yield from _parameters(kind, x, encodings, slot)
-        elif kind.startswith("tensordesc"):
-            found, encoding = slot(x.base), next(encodings, None)
-            value = None if found is None or encoding is None else _tensor_map(encoding, x.base.data_ptr())
-            if value is None or encoding is None:
-                yield None
-                return
-            yield Parameter(value, found)
-            yield from (Parameter(struct.pack("<i", n)) for n in encoding.shape)
-            yield from (Parameter(struct.pack("<q", n)) for n in encoding.strides)
+    formats: list[str] = []
+    values: list[Any] = []
+    cells: list[tuple[int, Slot]] = []
+    maps: list[tuple[int, bytes, Slot]] = []
+    described = iter(encodings)
+    for kind, x in _leaves(compiled.src.signature.values(), arguments):
+        at, form = len(values), _FORMATS.get(kind)
+        if form is not None:  # struct raises for floats beyond float32, which Triton rounds to infinity
+            formats.append(form)
+            values.append(ctypes.c_float(x).value if form == "f4x" else x)
         elif kind.startswith("*"):
-            found = None if x is None else slot(x)
-            yield None if x is not None and found is None else Parameter(bytes(_VALUE_BYTES), found)
-        elif kind != "constexpr":
-            # struct raises for floats beyond float32, which Triton rounds to infinity.
-            x = ctypes.c_float(x).value if kind in ("fp32", "f32") else x
-            yield Parameter(struct.pack(_FORMATS[kind], x)) if kind in _FORMATS else None
+            formats.append("Q")
+            values.append(0)
+            if x is not None:
+                if (found := slot(x)) is None:
+                    return None
+                cells.append((at, found))
+        elif kind.startswith("tensordesc"):
+            found, encoding = slot(x.base), next(described, None)
+            there = None if found is None or encoding is None else _tensor_map(encoding, x.base.data_ptr())
+            if found is None or encoding is None or there is None:
+                return None
+            maps.append((at, there, found))
+            formats += "Q", *["i4x"] * len(encoding.shape), *["q"] * len(encoding.strides)
+            values += 0, *encoding.shape, *encoding.strides
+        else:
+            return None
+    lies = struct.pack(f"<{''.join(formats)}16x", *values)  # two pieces of scratch come last
+    sizes = *grid, 32 * warps, 1, 1, shared
+    return PackedLaunch(compiled, sizes, bool(metadata.launch_pdl), lies, cells, maps)
+
+
+def _leaves(signature: Iterable[Any], arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments that a compiled kernel has parameters for, each with its kind."""
+    for kind, x in zip(signature, arguments, strict=True):
+        if kind == "constexpr":
+            continue
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, x)
+        else:
+            yield kind, x
 
 
 class PackedLaunch:
     """A launch but for its stream and its addresses."""
 
-    def __init__(self, compiled: Any, sizes: Sequence[int], chained: bool, parameters: Sequence[Parameter]) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        sizes: Sequence[int],
+        chained: bool,
+        values: bytes,
+        cells: Sequence[tuple[int, Slot]],
+        maps: Sequence[tuple[int, bytes, Slot]],
+    ) -> None:
+        """
+        Args:
+            values: the parameters, 8 bytes each; of an address, or a tensor map of one, any.
+            cells: which of them are addresses, and of what.
+            maps: the same for tensor maps, with their bytes.
+        """
         self.compiled, self.sizes, self.chained = compiled, sizes, chained
-        scratch = Parameter(bytes(_VALUE_BYTES))
-        self.parameters = [*parameters, scratch, scratch]
-        self.idle: list[_Frame] = []
+        self.values, self.maps = values, b"".join([x for _, x, _ in maps])
+        self.cells = [(at, *found) for at, found in cells]
+        self.moved = [(_MAP_BYTES * i, *found) for i, (*_, found) in enumerate(maps)]
+        form = len(values), *[at for at, *_ in maps]
+        self.form, self.idle = form, _idle.setdefault(form, [])
 
     def __call__(self, device: int, stream: int, addresses: Sequence[int]) -> None:
         """On a stream of the current device. `addresses` are not changed later."""
         try:
             frame = self.idle.pop()
         except IndexError:
-            frame = _Frame(self)
-        error = frame.start(stream, addresses)
+            frame = _Frame(*self.form)
+        error = frame.start(self, stream, addresses)
         if error == _INVALID_CONTEXT:  # a thread that has not used the device
             _enter(device)
-            error = frame.start(stream, addresses)
+            error = frame.start(self, stream, addresses)
         if error:
             _raise(error, self.compiled.name)
         self.idle.append(frame)
@@ -457,49 +481,58 @@ class Fill(NamedTuple):
 
 
 class _Frame:
-    """Memory of one launch."""
+    """Memory of one launch at a time, for all whose parameters lie alike: many bytes, of which some are tensor maps."""
 
-    __slots__ = ("addresses", "call", "cells", "driver", "maps", "memory", "stream")
+    __slots__ = ("addresses", "base", "call", "config", "driver", "launch", "memory", "stream", "words")
 
-    def __init__(self, launch: PackedLaunch) -> None:
-        self.driver, parameters = driver(), launch.parameters
-        maps = _MAP_BYTES * sum(len(x.value) == _MAP_BYTES for x in parameters)
-        pointers = maps + _CONFIG_BYTES + _ATTRIBUTE_BYTES
-        values = pointers + _VALUE_BYTES * len(parameters)
-        self.memory = ctypes.create_string_buffer(values + _VALUE_BYTES * len(parameters) + _MAP_BYTES)
-        base = -(-ctypes.addressof(self.memory) // _MAP_BYTES) * _MAP_BYTES
-        config, attribute = base + maps, base + maps + _CONFIG_BYTES
-        _write(attribute, struct.pack("<iii", _CHAINED, 0, 1))
+    def __init__(self, size: int, *maps: int) -> None:
+        self.driver: Any = None
+        self.launch: PackedLaunch | None = None
+        count = size // _VALUE_BYTES
+        config = _MAP_BYTES * len(maps)
+        pointers = config + _CONFIG_BYTES + _ATTRIBUTE_BYTES
+        self.memory = ctypes.create_string_buffer(pointers + 2 * size + _MAP_BYTES)
+        self.base = base = -(-ctypes.addressof(self.memory) // _MAP_BYTES) * _MAP_BYTES
+        self.config = base + config
+        _write(self.config + _CONFIG_BYTES, struct.pack("<iii", _CHAINED, 0, 1))
+        self.stream = ctypes.c_uint64.from_address(self.config + _STREAM_AT)
+        pointer, self.words = ((ctypes.c_uint64 * count).from_address(base + x) for x in (pointers, pointers + size))
+        values = ctypes.addressof(self.words)
+        pointer[:] = range(values, values + size, _VALUE_BYTES)
+        for i, at in enumerate(maps):
+            pointer[at] = base + _MAP_BYTES * i
+        self.call: Any = None
+        self.addresses: Sequence[int] | None = None
+
+    def _load(self, launch: PackedLaunch) -> None:
+        """Writes all of a launch but its stream and addresses."""
+        config, attribute = self.config, self.config + _CONFIG_BYTES
+        _write(self.base, launch.maps)
         _write(config, struct.pack(_CONFIG, *launch.sizes, 0, attribute, launch.chained))
-        self.stream = ctypes.c_uint64.from_address(config + _STREAM_AT)
-        self.cells: list[tuple[Any, int, int]] = []
-        self.maps: list[tuple[int, int, int]] = []
-        self.addresses: Sequence[int] = ()
-        pointer = (ctypes.c_uint64 * len(parameters)).from_address(base + pointers)
-        for i, x in enumerate(parameters):
-            at = base + values + _VALUE_BYTES * i
-            if len(x.value) == _MAP_BYTES and x.slot is not None:
-                at = base + _MAP_BYTES * len(self.maps)
-                self.maps.append((at, *x.slot))
-            elif x.slot is not None:
-                self.cells.append((ctypes.c_uint64.from_address(at), *x.slot))
-            _write(at, x.value)
-            pointer[i] = at
-        function = ctypes.c_void_p(launch.compiled.function)
-        self.call = ctypes.c_void_p(config), function, ctypes.c_void_p(base + pointers), None
+        _write(ctypes.addressof(self.words), launch.values)
+        function, parameters = ctypes.c_void_p(launch.compiled.function), attribute + _ATTRIBUTE_BYTES
+        self.call = ctypes.c_void_p(config), function, ctypes.c_void_p(parameters), None
+        self.driver, self.launch, self.addresses = driver(), launch, None
 
-    def start(self, stream: int, addresses: Sequence[int]) -> int:
+    def start(self, launch: PackedLaunch, stream: int, addresses: Sequence[int]) -> int:
         """The driver's error, or 0."""
+        if self.launch is not launch:
+            self._load(launch)
         if self.addresses != addresses:
-            for cell, i, offset in self.cells:
-                cell.value = addresses[i] + offset
+            words, base = self.words, self.base
+            for at, i, offset in launch.cells:
+                words[at] = addresses[i] + offset
             replace = self.driver.cuTensorMapReplaceAddress
-            for slot, i, offset in self.maps:
-                if error := replace(slot, addresses[i] + offset):
+            for at, i, offset in launch.moved:
+                if error := replace(base + at, addresses[i] + offset):
                     return error
             self.addresses = addresses
         self.stream.value = stream
         return self.driver.cuLaunchKernelEx(*self.call)
+
+
+_idle: dict[tuple[int, ...], list[_Frame]] = {}
+"""Frames that no launch uses now, by how parameters lie: few, as kernels are."""
 
 
 @cache

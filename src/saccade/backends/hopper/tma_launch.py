@@ -142,10 +142,17 @@ def _descriptor(x: Tensor, shape: dict[str, Any]) -> TensorDescriptor:
     return descriptor
 
 
-def shape_of(x: Tensor, block: Sequence[int]) -> dict[str, Any]:
-    """All of x's descriptor but its pointer."""
-    layout = _layout_of(tuple(block), x.dtype)
-    return {"shape": list(x.shape), "strides": strides(x), "block_shape": list(block), "layout": layout}
+def shape_of(x: Tensor, block: Sequence[int], group: int | None = None) -> dict[str, Any]:
+    """All of x's descriptor but its pointer.
+
+    Args:
+        group: query heads of a key head, of a tensor (b, h_q, s, d) that is copied as (b, h_k, group, s, d).
+    """
+    shape, steps, layout = [*x.shape], x.stride(), _layout_of(tuple(block), x.dtype)
+    if group is not None:  # without that view, which costs a first call more than all else here
+        shape[1:2], steps = [shape[1] // group, group], (steps[0], steps[1] * group, *steps[1:])
+    found = strides(shape, steps, x.element_size())
+    return {"shape": shape, "strides": found, "block_shape": list(block), "layout": layout}
 
 
 @cache

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -220,10 +221,10 @@ def prepare(
     if call.descale is not None and not config.transposer_registers:
         values = shape_of(transpose.empty(call, torch.device("meta")), (1, 1, columns, config.block_k))
     shapes = [
-        shape_of(grouped(q, call.group), (1, 1, heads, rows, chunk(d))),
+        shape_of(q, (1, 1, heads, rows, chunk(d)), call.group),
         shape_of(k, (1, 1, box, min(chunk(d), width))),
         values,
-        shape_of(grouped(out, call.group), (1, 1, heads, rows, config.out_columns or columns)),
+        shape_of(out, (1, 1, heads, rows, config.out_columns or columns), call.group),
     ]
     if captured is not None:
         shapes.append(shape_of(captured.x, (1, 1, 64, config.block_k)))
@@ -251,9 +252,14 @@ def prepare(
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
         "OUT_COLUMNS": config.out_columns, "SORTED": draws_late,
     }  # fmt: skip
-    constants = {"shape": ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
+    constants = {"shape": _shape(**sizes)}
     grid = min(items * key_splits(call, processors), processors), 1, 1
     return TMALaunch(forward_kernel, grid, shapes, numbers, constants, OPTIONS)
+
+
+@cache
+def _shape(**sizes: Any) -> ForwardShape:
+    return ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})
 
 
 def is_sorted(call: Call) -> bool:
@@ -300,10 +306,16 @@ def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
 
 def for_rows(call: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
     """The config with two consumers instead of three, if the busiest program has fewer rows then; else `config`."""
-    if replace(config, spill=0) != formula(64, 64) or call.layout.has_pages or call.layout.ragged_keys:
+    if call.layout.has_pages or call.layout.ragged_keys or not _is_narrow(config):
         return config
     rows = [busy_rows(call, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
     return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
+
+
+@cache
+def _is_narrow(config: ForwardConfig) -> bool:
+    """Whether it is that of head dims up to 64, whatever spills."""
+    return replace(config, spill=0) == formula(64, 64)
 
 
 def busy_rows(call: Call, consumers: int, processors: int) -> float:
@@ -316,11 +328,6 @@ def busy_rows(call: Call, consumers: int, processors: int) -> float:
     if is_sorted(call) and s_q == s_k:  # of the keys half are seen
         rounds = max(1.0, items / processors / 2)
     return rounds * consumers * 64
-
-
-def grouped(x: Tensor, group: int) -> Tensor:
-    """(b, h_q, s, d) as (b, h_k, group, s, d)."""
-    return x.unflatten(1, (-1, group))
 
 
 def score_args(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:

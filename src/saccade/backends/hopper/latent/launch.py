@@ -20,7 +20,7 @@ from saccade.backends.device.positions import spans_of
 from saccade.backends.device.records import FLAGS, TensorArgs, runtime_int
 from saccade.backends.device.slot_lists import SlotLists
 from saccade.backends.hopper.forward import load
-from saccade.backends.hopper.forward.launch import grouped, score_args
+from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import limits
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
 from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
@@ -174,7 +174,7 @@ def prepare(call: Call, cut: Cut, cache: Tensor) -> TMALaunch:
     q = call.q
     box = load.box_rows(cache.shape[2], BLOCK_K)
     shapes = [
-        shape_of(grouped(q, call.group), (1, 1, 64 // cut.rows, cut.rows, 64)),
+        shape_of(q, (1, 1, 64 // cut.rows, cut.rows, 64), call.group),
         shape_of(cache, (1, 1, box, 64)),
     ]
     numbers = cut.tiles, cut.blocks, cache.shape[1], call.group, q.shape[2], cut.capacity
