@@ -1,4 +1,4 @@
-"""cuDNN's attention, by its graphs: never chosen, there to be named and to be measured against.
+"""cuDNN's attention, through cuDNN's graph API. `backend="auto"` never chooses it; it runs if it is named.
 
 Score callbacks run inside of its kernels, by the pointwise operations that its graphs have.
 """
@@ -38,7 +38,7 @@ def obstacle() -> str | None:
 
 
 def refusals(call: Call, gradient: bool) -> list[str]:
-    """What no Spec says: lengths, and what a callback does."""
+    """The reasons against a call that its Spec does not show: lengths, and the operations of a callback."""
     from saccade.backends.cudnn.graphs import NoCallback, callback_limits, score_graph
 
     reasons = []

@@ -1,4 +1,4 @@
-"""Which calls the kernel for latent attention takes."""
+"""Which calls the kernel for latent attention runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LEAST_LISTS = 1024
 
 
 def applies(call: Call) -> bool:
-    """Whether a call is this kernel's, if it is one of this backend's: values are the first columns of keys that pages
-    or lists name, and too many for the forward's kernel."""
+    """Whether this kernel, of those of this backend, runs the call: the values are the first columns of keys that
+    pages or lists name, and are too wide for the forward's kernel."""
     return call.latent and max(call.q.shape[3], call.v.shape[3]) > 256
 
 
@@ -29,7 +29,7 @@ def has_lists(call: Call) -> bool:
 
 
 def refusals(call: Call) -> list[str]:
-    """Why the kernel does not take a call that is its."""
+    """Returns the reasons why the kernel does not run a call for which `applies` is true."""
     layout, (d, d_v) = call.layout, DIMS
     reasons = []
     if (call.q.shape[3], call.v.shape[3]) != DIMS:
