@@ -43,7 +43,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
 
     reasons = []
     if call.mask is not None and not isinstance(call.mask, Window):
-        reasons.append(f"has one window of keys for each row, not {call.mask.kind}")
+        reasons.append(f"takes causal masks and windows, not {call.mask.kind}")
     if call.score is not None:
         try:
             reasons += callback_limits(call.score, score_graph(call.score, gradient), gradient)

@@ -455,7 +455,7 @@ def callback_limits(score: Score, graph: ScoreGraph, gradient: bool) -> list[str
     reasons += [_step_limits(graph, steps) for steps in (graph.forward, graph.backward) if steps is not None]
     found = list(dict.fromkeys(reason for part in reasons for reason in part))
     if graph.operations > MOST_OPERATIONS:
-        found.append(f"has graphs of up to {MOST_OPERATIONS} operations on scores, not {graph.operations}")
+        found.append(f"runs up to {MOST_OPERATIONS} operations on scores, not {graph.operations}")
     return found
 
 
@@ -468,7 +468,7 @@ def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[s
             yield "does not take bool tensors in a callback: pass int32"
         rows, keys = (1, 1, *x.shape)[-2:]
         if gradient and keys > 1 and rows == 1:
-            yield "came out wrong backward on an H200 with a tensor that keys index and rows do not"
+            yield "gives wrong gradients on an H200 for a tensor that depends on the key and not on the row"
 
 
 def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[str]:
@@ -484,11 +484,11 @@ def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[st
                 "element on the CPU, 0, or a number up to -1e9"
             )
         if step.name.startswith("cmp_") and _may_be_negative(graph, operands[1]):
-            yield "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
+            yield "gives wrong results on an H200 for comparisons with an integer that may be negative: pass a float"
         if step.name in _WRONG:
-            yield f"came out wrong on an H200 with {step.name}: use {_WRONG[step.name]}"
+            yield f"gives wrong results on an H200 for {step.name}: use {_WRONG[step.name]}"
         if step.result_type in (data_type.HALF, data_type.BFLOAT16):
-            yield "came out wrong on an H200 with rounding to fp16 or bf16"
+            yield "gives wrong results on an H200 for rounding to fp16 or bf16"
 
 
 _WRONG = {"logical_not": "the opposite comparison", "scale": "mul"}

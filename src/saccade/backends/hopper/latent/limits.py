@@ -35,9 +35,11 @@ def refusals(call: Call) -> list[str]:
     if (call.q.shape[3], call.v.shape[3]) != DIMS:
         reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {call.q.shape[3]}/{call.v.shape[3]}")
     if call.k.element_size() != 2:
-        reasons.append("takes latent attention of 16-bit operands")
+        reasons.append(f"takes 16-bit operands for latent attention, not {call.k.dtype}")
     if layout.cu_seqlens_q is not None:
-        reasons.append("takes latent attention of equally many queries for each sequence, (b, s, h, d), not end to end")
+        reasons.append(
+            "takes latent attention of equally many queries for each sequence, (b, s, h, d), not of packed ones"
+        )
     if layout.has_pages and layout.num_splits is not None:
         reasons.append(f"splits the keys of latent attention by itself: not with num_splits={layout.num_splits}")
     if call.dropout is not None:
