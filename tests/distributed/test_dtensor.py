@@ -300,7 +300,7 @@ REFUSED = {
     "reference": r"Unsupported: backend='reference' calls score_mod itself",
     "dropout": r"Unsupported: dropout_p beside DTensors: not supported",
     "out": r"Unsupported: out beside DTensors",
-    "explain": r"TypeError: explain is of calls in one process",
+    "explain": r"TypeError: explain describes calls in one process",
     "context": r"TypeError: context= takes a rank's rows and the sink as plain tensors",
 }
 
