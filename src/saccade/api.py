@@ -265,8 +265,8 @@ def _planned(q: Tensor | str, operands: tuple[Any, ...], backend: str, keywords:
         raise TypeError(f"explain takes the arguments of attention, or a Spec's text: {error}") from None
     bound.apply_defaults()
     if bound.arguments.pop("context") is not None:
-        raise TypeError("explain is of calls in one process: omit context, and print(context.explain())")
+        raise TypeError("explain describes calls in one process: omit context, and print(context.explain()) instead")
     call = check_call(**bound.arguments, runs=False)
     if arguments.has_dtensor(*call.differentiable()):
-        raise TypeError("explain is of calls in one process: pass one rank's part of DTensors, x.to_local()")
+        raise TypeError("explain describes calls in one process: pass one rank's part of DTensors, x.to_local()")
     return call

@@ -89,7 +89,7 @@ class Attention(nn.Module):
         if h_q % h_k:
             raise ValueError(f"num_heads must be a multiple of num_key_heads, got {h_q} and {h_k}")
         if rotary_base is not None and d % 2:
-            raise ValueError(f"head_dim must be even where pairs are turned, got {d}")
+            raise ValueError(f"head_dim must be even for rotary positions, which rotate pairs, got {d}")
         if rotary_base is not None and not 0.0 < arguments.number("rotary_base", rotary_base) < math.inf:
             raise ValueError(f"rotary_base must be a number above 0, such as 10000.0, got {rotary_base}")
         if not 0.0 <= arguments.number("dropout_p", dropout_p) < 1.0:
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         if cache is not None:
             assert isinstance(layout, Paged)
             if positions is not None:
-                raise ValueError("positions is for calls without a cache, whose lengths say where new tokens stand")
+                raise ValueError("omit positions in calls with a cache, whose lengths give the positions of new tokens")
             q, layout = self._append(cache, layout, q, k, v)
             k, v = cache
         elif self.rotary_base is not None:

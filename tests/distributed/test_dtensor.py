@@ -278,9 +278,9 @@ def refused(group):
 
 
 REFUSED = {
-    "rows": r"ValueError: rows that many ranks share take context=plan.* q \(8, 16, 12, 16\) \(Shard\(dim=2\),\)",
-    "keys": r"ValueError: rows that many ranks share take context=plan.* k \(8, 8, 12, 16\) \(Shard\(dim=2\),\)",
-    "packed rows": r"ValueError: rows that many ranks share take context=plan",
+    "rows": r"ValueError: rows that are sharded over ranks need context=plan.* q \(8, 16, 12, 16\) \(Shard\(dim=2\),\)",
+    "keys": r"ValueError: rows that are sharded over ranks need context=plan.* k \(8, 8, 12, 16\) \(Shard\(dim=2\),\)",
+    "packed rows": r"ValueError: rows that are sharded over ranks need context=plan",
     "head dim": r"ValueError: .*batch rows or heads, or be replicated.* q \(8, 16, 12, 16\) \(Shard\(dim=3\),\)",
     "partial": r"ValueError: .*batch rows or heads, or be replicated.*Partial",
     "unlike": r"ValueError: .*sharded alike.* q \(8, 16, 12, 16\) \(Shard\(dim=1\),\), k .* \(Shard\(dim=0\)",
@@ -300,7 +300,7 @@ REFUSED = {
     "reference": r"Unsupported: backend='reference' calls score_mod itself",
     "dropout": r"Unsupported: dropout_p beside DTensors: not supported",
     "out": r"Unsupported: out beside DTensors",
-    "explain": r"TypeError: explain is of calls in one process",
+    "explain": r"TypeError: explain describes calls in one process",
     "context": r"TypeError: context= takes a rank's rows and the sink as plain tensors",
 }
 

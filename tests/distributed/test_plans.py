@@ -313,7 +313,7 @@ def test_values_of_any_dtype():
     for rank in range(3):
         made = plan([5, 2], 3, rank=rank, rows="equal")
         for fill, dtype in ((1e6, torch.float16), (-1000, torch.float8_e4m3fn)):
-            with pytest.raises(ValueError, match=r"is no number of x's torch.float"):
+            with pytest.raises(ValueError, match=r"does not fit into x's torch.float"):
                 made.shard(torch.ones(7).to(dtype), fill=fill)
         with pytest.raises(TypeError, match="fill must be a number"):
             made.shard(torch.ones(7), fill=None)
@@ -335,8 +335,8 @@ def test_wrong_rows():
         made.unshard(torch.zeros(6))
     for dtype in (torch.uint8, torch.bool):
         with pytest.raises(
-            ValueError, match=rf"fill=-100 is no number of x's {dtype}: pass another fill, or x.long\(\)"
+            ValueError, match=rf"fill=-100 does not fit into x's {dtype}: pass another fill, or x.long\(\)"
         ):
             made.roll(torch.zeros(6, dtype=dtype), -1)
-    with pytest.raises(ValueError, match=r"fill=0.5 is no number of x's torch.int64"):
+    with pytest.raises(ValueError, match=r"fill=0.5 does not fit into x's torch.int64"):
         made.shard(torch.zeros(11, dtype=torch.int64), fill=0.5)

@@ -217,7 +217,7 @@ REFUSED = {
     "amax": (lambda s, *at: s - s.amax(-1, keepdim=True), "amax"),
     "cumsum": (lambda s, *at: s.cumsum(-1), "cumsum"),
     "sort": (lambda s, *at: s.sort().values, "a tensor"),
-    "matmul": (lambda s, *at: s @ s, "score and the indices are one value each: write a \\* b"),
+    "matmul": (lambda s, *at: s @ s, "score and the indices are single values: write a \\* b"),
     "einsum": (lambda s, *at: torch.einsum("ij,jk->ik", s, s), "one value each"),
     "dot": (lambda s, b, h, i, j: s + torch.dot(i * 1.0, j * 1.0), "one value each"),
     "softmax": (lambda s, *at: F.softmax(s, -1), "attention's own"),

@@ -219,7 +219,7 @@ def _check_shift(shift: Tensor, q: Tensor, layout: Layout, others: dict[str, Any
     for name, x in others.items():
         if x is not None:
             raise ValueError(
-                f"descale.shift says that each row's scores lack a number, and {name} needs the scores themselves: "
+                f"descale.shift says that the scores of smoothed keys lack a term, and {name} needs exact scores: "
                 f"omit {name}, or quantize(…, smooth_k=False)"
             )
     shape = tuple(layout.ordered_lse(layout.canonical(q)[..., 0]).shape)
@@ -270,7 +270,9 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"out {tuple(out.shape)} is written to, and must not require a gradient: pass out.detach()")
     if memory_layout.negated(out):
-        raise ValueError(f"out {tuple(out.shape)} is a view of the negated numbers: pass memory of its own")
+        raise ValueError(
+            f"out {tuple(out.shape)} is a view of negated numbers: pass its own tensor, such as torch.empty_like(out)"
+        )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
 

@@ -98,7 +98,7 @@ def merge(*partials: Partial, layout: Dense | None = None) -> Partial:
             shapes = ", ".join(f"out {tuple(o.shape)} with lse {tuple(m.shape)}" for o, m in partials)
             raise ValueError(
                 f"merge needs Partials of one shape, out {layout.order} and lse (b, h, s), got {shapes}; "
-                "say layout=Dense('bshd') or Dense('sbhd') when out is in that order"
+                "pass layout=Dense('bshd') or Dense('sbhd') if out is in that order"
             )
     lses = finite(torch.stack([lse for _, lse in partials]))
     top = lses.amax(0).detach()

@@ -256,7 +256,7 @@ def _check_mask(plan: ContextPlan, mask: Mask | None) -> None:
     seen = reach_of(mask)
     if not plan.sharding.reach.holds(seen):
         raise ValueError(
-            f"the plan brings the keys of {plan.sharding.reach}, and the mask {mask!r} may see {seen}: "
+            f"the plan exchanges the keys that {plan.sharding.reach} shows, and the mask {mask!r} may see {seen}: "
             "plan(…, mask=…) takes the widest mask of all calls, None for every one"
         )
     leaves = [] if mask is None else [mask, *mask.leaves()]

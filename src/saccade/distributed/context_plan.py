@@ -45,7 +45,7 @@ def check_fill(x: Tensor, fill: float) -> None:
         limits = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
         least, most = limits.min, limits.max
     if not (least <= fill <= most and (x.is_floating_point() or fill == int(fill))):
-        raise ValueError(f"fill={fill!r} is no number of x's {x.dtype}: pass another fill, or x.long()")
+        raise ValueError(f"fill={fill!r} does not fit into x's {x.dtype}: pass another fill, or x.long()")
 
 
 def bits(x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class ContextPlan:
         in the other ranks' rows.
 
         Raises:
-            ValueError: a dimension `dim` that does not have all rows, or a `fill` that is no number of x's dtype.
+            ValueError: a dimension `dim` that does not have all rows, or a `fill` that does not fit into x's dtype.
 
         >>> from saccade import distributed
         >>> distributed.plan([3, 5], 2, rank=1).shard(torch.arange(8))
@@ -188,7 +188,7 @@ class ContextPlan:
         collective.
 
         Raises:
-            ValueError: a dimension `dim` that does not have this rank's rows, or a `fill` that is no number of x's
+            ValueError: a dimension `dim` that does not have this rank's rows, or a `fill` that does not fit into x's
                 dtype, as -100 is none of uint8: labels are of int64.
         """
         self._check_rows(x, dim, self.rows, "this rank's")

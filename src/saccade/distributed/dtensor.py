@@ -133,7 +133,7 @@ def _cut_of(call: Call) -> _Cut:
         own = [_letter(x.placements[i], _dimensions(call.layout, x, name != "q")) for name, x in operands.items()]
         if "s" in own or "t" in own:
             raise ValueError(
-                "rows that many ranks share take context=plan: pass each rank's rows as plain tensors, "
+                "rows that are sharded over ranks need context=plan: pass each rank's rows as plain tensors, "
                 f"attention(q.to_local(), …, context=saccade.distributed.plan(…)), got {got()}"
             )
         if own[0] not in ("", "b", "h") or own[0] != own[1] or own[0] != own[2]:

@@ -271,7 +271,7 @@ class Broadcast(Exchange):
         return [self.transport.broadcast(x.clone(), stage) for x in xs]
 
     def backward(self, dys: list[Tensor], stage: str) -> list[Tensor]:
-        raise RuntimeError(f"{stage}: what rank 0 tells has no gradient")
+        raise RuntimeError(f"{stage}: a broadcast from rank 0 has no gradient")
 
     def shape(self, given: tuple[Any, ...], backward: bool) -> tuple[Any, ...]:
         return given

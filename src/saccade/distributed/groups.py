@@ -82,7 +82,7 @@ def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
         ValueError: a mesh of more dimensions, a rank beside a group, or a process that is not in the group.
     """
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:  # which is a number
-        raise ValueError("this process is not a rank of the group: plan in the processes that are")
+        raise ValueError("this process is not a rank of the group: call plan in the group's processes only")
     if isinstance(group, int) and not isinstance(group, bool):
         return _without_processes(group, rank, ulysses)
     if rank is not None:
@@ -110,7 +110,7 @@ def _without_processes(size: int, rank: int | None, ulysses: bool) -> Ranks:
 
 def _of_mesh(mesh: Any, ulysses: bool) -> Ranks:
     if mesh.get_coordinate() is None:
-        raise ValueError(f"this process is not a rank of the mesh {mesh}: plan in the processes that are")
+        raise ValueError(f"this process is not a rank of the mesh {mesh}: call plan in the mesh's processes only")
     if mesh.ndim == 1:
         return _of_groups(None if ulysses else mesh.get_group(0), mesh.get_group(0) if ulysses else None)
     if mesh.ndim != 2:

@@ -178,7 +178,7 @@ def memory_of(group: Any, size: int, device: torch.device) -> PeerMemory:
     if found is None or found[0] is not group or found[1].size < size:
         if device.type == "cuda" and capturing():
             raise RuntimeError(
-                f"memory of {size} bytes for exchanges is made by a call before a CUDA graph captures one: run the "
+                f"a CUDA graph cannot allocate the {size} bytes of memory for exchanges: before the capture run the "
                 "forward and backward once first"
             )
         if found is not None and device.type == "cuda":

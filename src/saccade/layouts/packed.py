@@ -219,7 +219,7 @@ class Packed(Layout):
         error = error or self.position_error(mask, sizes, q.shape[0])
         leaves = () if mask is None or self.starts_k is None else mask.leaves()
         if not error and (leaf := next((leaf for leaf in leaves if isinstance(leaf, Selected)), None)) is not None:
-            return f"{leaf!r} counts the keys of whole sequences: not with ranges of keys (starts_k), pass cu_seqlens_k"
+            return f"{leaf!r} counts the keys of whole sequences: pass cu_seqlens_k in place of starts_k"
         if isinstance(self.max_seqlen_q, Tensor) and mask is not None and mask.bounds_per_row:
             # Of groups of rows there are as many lists as a number says that nothing reads.
             s_q = _longest(None, self.cu_seqlens_q.diff, q.shape[0], self.cu_seqlens_q, unknown=0)

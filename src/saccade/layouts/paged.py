@@ -114,7 +114,7 @@ class Paged(Layout):
         check_offset("k_offset", self.k_offset)
         if self.q_offset is None and self.k_offset is not None:
             raise ValueError(
-                "k_offset of a paged cache needs q_offset: without both the rows stand after the keys of the cache"
+                "k_offset of a paged cache needs q_offset: pass both, or neither for rows that follow the cached keys"
             )
         if self.num_splits is not None:
             object.__setattr__(self, "num_splits", arguments.integer("num_splits", self.num_splits, least=1))
@@ -148,7 +148,7 @@ class Paged(Layout):
                 )
         given = [name for name in ("block_table", *OFFSETS) if getattr(self, name) is not None]
         if given := [*given, *(["shared_pages"] if self.shared_pages else [])]:
-            raise ValueError(f"slots say where each row's keys are, and keys have no numbers: omit {', '.join(given)}")
+            raise ValueError(f"keys in slots have no positions, and all belong to their row: omit {', '.join(given)}")
 
     @property
     def sequences(self) -> int:
@@ -201,7 +201,7 @@ class Paged(Layout):
             leaf = next(filter(attrgetter("of_shape"), mask.leaves()), None)
             if leaf is not None:
                 return (
-                    f"{leaf!r} counts rows from 0, and the rows of a paged call stand after the keys of the cache: "
+                    f"{leaf!r} counts rows from 0, and the rows of a paged call follow the cached keys: "
                     "pass mask_mod(fn), or Paged(…, q_offset=0) to count from 0"
                 )
         return error or rows_error(mask, sizes, k.shape[2], rows, flat)

@@ -98,7 +98,7 @@ class SlotRows(Paged):
     def mask_error(self, mask: Mask | None, q: Tensor, k: Tensor) -> str | None:
         if mask is None:
             return None
-        return f"slots are the keys that a row sees, and have no numbers: omit the mask {mask!r}"
+        return f"keys in slots have no positions, and their row sees all of them: omit the mask {mask!r}"
 
     def out_error(self, out: Any) -> str | None:
         error = super().out_error(out)

@@ -102,7 +102,7 @@ def append_kv(
             row.
         interleaved: pairs are the elements (0, 1), (2, 3), …; else (0, pairs), (1, pairs + 1), …
         descale: `Descale(k=…, v=…)` of 8-bit caches that take wider rows, as attention to them takes it; None is 1.
-            With `slot_mapping` a number, () or (h_k,), since slots do not say whose a row is.
+            With `slot_mapping` a number, () or (h_k,), because slots do not say to which sequence a row belongs.
 
     Returns:
         None; or with `q` the rotated queries, of q's shape and memory order. Queries of no sequence are zero.
@@ -153,7 +153,7 @@ def append_kv(
             )
     elif q is not None or positions is not None:
         name = "positions" if q is None else "q"
-        raise ValueError(f"{name} is for rotary=(cos, sin), which is None: rotation is all that is done with it")
+        raise ValueError(f"{name} is used only with rotary=(cos, sin), which is None: omit it")
     arguments.flags(interleaved=interleaved)
     k_new, v_new, q = layouts.with_rows(k_new), layouts.with_rows(v_new), None if q is None else layouts.with_rows(q)
     tables = [] if rotary is None else [table.contiguous() for table in rotary]
@@ -297,13 +297,13 @@ def _slots(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged
         if not isinstance(layout, Paged):
             raise TypeError(f"append_kv needs a Paged layout, or None with slot_mapping=…, got {layout!r}")
         if layout.slots is not None:
-            raise ValueError("append_kv writes rows that a block table has, or to slot_mapping=…, and not to slots=…")
+            raise ValueError(f"append_kv takes a Paged layout with a block table, or slot_mapping=…, got {layout!r}")
         if positions is not None:
             raise ValueError("positions go with slot_mapping; those of a layout's rows follow from its lengths")
         if rotary is not None and layout.k_offset is not None:
             raise ValueError(
-                "rotary takes a layout's keys to stand at 0, 1, …, and this layout has a k_offset: give slot_mapping "
-                "and positions=… in its place"
+                "rotary counts the positions of a layout's keys from 0, and this layout has a k_offset: pass "
+                "slot_mapping and positions=… in its place"
             )
         return layout
     if layout is not None:
@@ -311,7 +311,7 @@ def _slots(layout: Any, slot_mapping: Any, positions: Any, rotary: Any) -> Paged
             f"pass a layout or slot_mapping, not both: got {layout!r} and {arguments.describe(slot_mapping)}"
         )
     if rotary is not None and positions is None:
-        raise ValueError("rotary with slot_mapping needs positions=…, since slots do not say where a row stands")
+        raise ValueError("rotary with slot_mapping needs positions=…, because slots do not say the positions of rows")
     return CacheSlots(slot_mapping, positions)
 
 
@@ -372,7 +372,7 @@ def _factors(descale: Any, slots: Paged | CacheSlots, k_cache: Tensor, k_new: Te
         if isinstance(slots, CacheSlots) and x.dim() > 1:
             raise ValueError(
                 f"with slot_mapping the descale of {name} must be a number, () or (h_k,) = ({k_cache.shape[-2]},), "
-                f"since slots do not say whose a row is, got {tuple(x.shape)}"
+                f"because slots do not say to which sequence a row belongs, got {tuple(x.shape)}"
             )
     h_k, page_size = k_cache.shape[-2], k_cache.shape[1]
     of_slots = isinstance(slots, CacheSlots)

@@ -138,7 +138,7 @@ def _version(module: str) -> str:
 def _positive(word: str) -> float:
     number = float(word)
     if not number > 0:  # NaN neither
-        raise argparse.ArgumentTypeError(f"{word} is no positive number")
+        raise argparse.ArgumentTypeError(f"{word} is not a positive number")
     return number
 
 

@@ -68,7 +68,7 @@ def test_refusals_of_what_no_spec_says(monkeypatch):
     assert cudnn.refusals(call, True) == ["supports head dims up to 128 in the backward on cpu, not 192"]
     assert cudnn.refusals(call, False) == []
     (reason,) = cudnn.refusals(call_of(mask=prefix(3)), False)
-    assert reason.startswith("has one window of keys")
+    assert reason.startswith("takes causal masks and windows")
     monkeypatch.setattr(cudnn, "obstacle", lambda: None)
     monkeypatch.setattr(cudnn, "SUPPORT", SimpleNamespace(reasons=lambda spec: []))
     monkeypatch.setattr(cudnn, "GRADIENT", cudnn.SUPPORT)
@@ -104,7 +104,7 @@ def test_callbacks_are_taken(name):
 
 FIRST = "takes a computed value as the first operand of "
 SELECT = "takes a computed mask in binary_select"
-BELOW = "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
+BELOW = "gives wrong results on an H200 for comparisons with an integer that may be negative: pass a float"
 
 
 def refused(fn, gradient=False, **tensors):
@@ -121,10 +121,10 @@ def refused(fn, gradient=False, **tensors):
         (SELECT, lambda g, s, x: g.binary_select(s, x, g.cmp_gt(s, 0.0))),
         (SELECT, lambda g, s, x: g.binary_select(s, 0.0, x)),
         (BELOW, lambda g, s, x: g.mul(s, g.cmp_ge(g.sub(g.gen_index(s, 2), g.gen_index(s, 3)), -1))),
-        ("came out wrong on an H200 with logical_not", lambda g, s, x: g.mul(s, g.logical_not(g.cmp_gt(s, 0.0)))),
-        ("came out wrong on an H200 with scale: use mul", lambda g, s, x: g.scale(s, x)),
+        ("gives wrong results on an H200 for logical_not", lambda g, s, x: g.mul(s, g.logical_not(g.cmp_gt(s, 0.0)))),
+        ("gives wrong results on an H200 for scale: use mul", lambda g, s, x: g.scale(s, x)),
         (
-            "came out wrong on an H200 with rounding",
+            "gives wrong results on an H200 for rounding",
             lambda g, s, x: g.add(g.add(s, x).set_data_type(data_type.BFLOAT16), 1.0),
         ),
     ],
@@ -141,11 +141,14 @@ def test_limits_of_tensors_and_sizes():
     for gradient in (False, True):
         assert refused(lambda g, s, x: g.add(s, x), gradient, x=rows) == []
         found = refused(lambda g, s, x: g.add(s, x), gradient, x=keys)
-        assert found == ["came out wrong backward on an H200 with a tensor that keys index and rows do not"] * gradient
+        assert (
+            found
+            == ["gives wrong gradients on an H200 for a tensor that depends on the key and not on the row"] * gradient
+        )
     limits = cudnn.refusals(call_of(case("band", 4, 7, 9).score()), False)
     assert len(limits) == 5
     (reason,) = refused(lambda g, s, x: [s := g.add(s, x) for _ in range(221)][-1], x=torch.rand(1, 1, 7, 9))
-    assert reason == "has graphs of up to 220 operations on scores, not 221"
+    assert reason == "runs up to 220 operations on scores, not 221"
 
 
 def replayed(graph, derivative=True):

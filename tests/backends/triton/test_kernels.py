@@ -118,7 +118,7 @@ def test_an_unknown_mask_is_refused() -> None:
     class Other(masks.Mask):
         kind = "other"
 
-    with pytest.raises(TypeError, match="no device form"):
+    with pytest.raises(TypeError, match="no GPU code"):
         device_masks.device_args(call_of(Other()))
 
 

@@ -1,4 +1,4 @@
-"""cuDNN's attention, by its graphs: never chosen, there to be named and to be measured against.
+"""cuDNN's attention, through cuDNN's graph API. `backend="auto"` never chooses it; it runs if it is named.
 
 Score callbacks run inside of its kernels, by the pointwise operations that its graphs have.
 """
@@ -38,12 +38,12 @@ def obstacle() -> str | None:
 
 
 def refusals(call: Call, gradient: bool) -> list[str]:
-    """What no Spec says: lengths, and what a callback does."""
+    """The reasons against a call that its Spec does not show: lengths, and the operations of a callback."""
     from saccade.backends.cudnn.graphs import NoCallback, callback_limits, score_graph
 
     reasons = []
     if call.mask is not None and not isinstance(call.mask, Window):
-        reasons.append(f"has one window of keys for each row, not {call.mask.kind}")
+        reasons.append(f"takes causal masks and windows, not {call.mask.kind}")
     if call.score is not None:
         try:
             reasons += callback_limits(call.score, score_graph(call.score, gradient), gradient)

@@ -29,7 +29,7 @@ def installed() -> bool:
 
 @cache
 def frontend() -> Any:
-    """The module `cudnn`."""
+    """Returns the module `cudnn`."""
     return import_module("cudnn")
 
 
@@ -38,7 +38,7 @@ _handles = threading.local()
 
 
 def handle_of(device: torch.device) -> Any:
-    """This thread's handle for the current device, on torch's current stream."""
+    """Returns this thread's cuDNN handle for the current device, set to torch's current stream."""
     cudnn, handles = frontend(), _handles.__dict__
     handle = handles.get(str(device))
     if handle is None:
@@ -48,7 +48,7 @@ def handle_of(device: torch.device) -> Any:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A handle is created for the current device."""
+    """Makes `device` current, because cuDNN creates a handle for the current device."""
     if device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -59,7 +59,7 @@ FRONTEND_KERNELS = ("sdpa_fwd_prefill_sm", "sdpa_bwd_sm")
 
 
 class TensorDesc(NamedTuple):
-    """How a tensor of four dimensions lies in memory."""
+    """Shape, strides and dtype of a tensor of four dimensions."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class TensorDesc(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphKey:
-    """All that a graph is built for."""
+    """The key of a graph in the cache."""
 
     device: int
     tensors: tuple[tuple[str, TensorDesc], ...]
@@ -113,7 +113,7 @@ class BuiltGraph:
 
 
 class Description(NamedTuple):
-    """A graph before cuDNN has seen it, and its tensors by name."""
+    """A described graph that is not built yet, and its tensors by name."""
 
     graph: Any
     tensors: dict[str, Any]
@@ -121,7 +121,7 @@ class Description(NamedTuple):
 
 
 def describe(key: GraphKey, **options: Any) -> Description:
-    """A backward where `key` has a `dout`. `options` go to `cudnn.pygraph`."""
+    """Returns the Description of `key`: of a backward if `key` has a `dout`. `options` go to `cudnn.pygraph`."""
     cudnn = frontend()
     kinds = {torch.float16: cudnn.data_type.HALF, torch.bfloat16: cudnn.data_type.BFLOAT16}
     kinds |= {torch.float32: cudnn.data_type.FLOAT, torch.int32: cudnn.data_type.INT32}
@@ -210,7 +210,7 @@ _building = threading.Lock()
 
 
 def built_graph(key: GraphKey, handle: Any) -> BuiltGraph:
-    """The graph of the cache. One thread builds at a time: two would build the same."""
+    """Returns the cached graph of `key`, or builds it. One thread builds at a time: two would build the same."""
     with _building:
         return graph_cache.get_or_make(key, lambda: build(key, handle))
 
@@ -225,11 +225,11 @@ TILE = 128
 
 
 class NoCallback(Exception):
-    """A score that cuDNN does not run; the message is a reason for `explain`."""
+    """A score function that cuDNN does not run. The message is a reason that `explain` quotes."""
 
 
 class Input(NamedTuple):
-    """What a step `input` reads."""
+    """The tensor or number that a step `input` reads."""
 
     name: str
     """`tensor`; or passed by value: `runtime`, a number of the score, and `number`, a constant."""
@@ -241,7 +241,7 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreGraph:
-    """The steps of a callback and of its derivative. Equal ones build equal graphs."""
+    """The steps of a callback and of its derivative. Equal ScoreGraphs build equal cuDNN graphs."""
 
     forward: Steps
     backward: Steps | None
@@ -252,12 +252,12 @@ class ScoreGraph:
 
     @property
     def operations(self) -> int:
-        """An upper bound of the nodes that a graph has for it."""
+        """Returns an upper bound of the number of nodes in cuDNN's graph."""
         steps = (*self.forward, *(self.backward or ()))
         return sum(step.name not in ("input", "score", "gradient") for step in steps)
 
     def tensors(self, score: Any) -> list[Tensor]:
-        """The inputs of a call with this Score: views of four dimensions, and numbers on the CPU."""
+        """Returns the inputs of a call with this Score: views with four dimensions, and one-element CPU tensors."""
         tensors = []
         for (name, position, dtype), constant in zip(self.inputs, self.constants, strict=True):
             if constant is not None:
@@ -270,7 +270,7 @@ class ScoreGraph:
 
 
 def score_graph(score: Score, gradient: bool) -> ScoreGraph:
-    """The graph of a callback. It is made once for each Program.
+    """Returns the ScoreGraph of a callback, one for each Program.
 
     Raises:
         NoCallback: the score is another function, or has no derivative of its own.
@@ -291,7 +291,7 @@ def score_graph(score: Score, gradient: bool) -> ScoreGraph:
 
 
 def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGraph:
-    """The steps with all that they read as inputs, each of them once."""
+    """Returns the steps with everything that they read as inputs. Equal inputs are one."""
     reads: dict[tuple[str, str], Any] = {}
 
     def numbered(step: GraphStep) -> GraphStep:
@@ -314,8 +314,8 @@ def _numbered(program: Any, forward: Steps, backward: Steps | None) -> ScoreGrap
 
 
 def _typed(step: GraphStep) -> GraphStep:
-    """The step with its types by name, so that callbacks that leave them out build the same graph. Truth is computed
-    as FLOAT: a backward takes nothing else for comparisons of floats and for logic."""
+    """Returns the step with its data types by name, so that callbacks that leave types out build the same graph.
+    Comparisons and logic are FLOAT, because a backward takes no other type for them."""
     if step.name in ("score", "gradient"):
         return step
     position, truth = step.name == "gen_index", step.name.startswith(("cmp_", "logical_"))
@@ -325,7 +325,7 @@ def _typed(step: GraphStep) -> GraphStep:
 
 
 def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
-    """The graph with -inf, and a gradient of zero, outside of the first `rows` and `keys`.
+    """Returns the graph with a score of -inf and a gradient of zero outside the first `rows` and `keys`.
 
     cuDNN's backward calls score_mod for whole tiles, in which scores outside of the tensors are -inf or zero. If those
     become +inf or NaN, so do gradients. Source: PyTorch's issue 196678, for the zeros.
@@ -358,16 +358,16 @@ def within(graph: ScoreGraph, rows: int, keys: int) -> ScoreGraph:
 
 
 class GraphReplay:
-    """The two callbacks of one cuDNN graph: cuDNN calls `forward`, and in a backward `backward` after it.
+    """The two callbacks of one cuDNN graph. cuDNN calls `forward`, and in a backward then `backward`.
 
-    What both make of the score alone is one node, as in callbacks that keep values for their derivative.
+    Operations on the score that both share are one node, as in callbacks that keep values for their derivative.
     """
 
     def __init__(self, score_graph: ScoreGraph, inputs: Sequence[Any], data_types: Any) -> None:
         """
         Args:
-            inputs: the cuDNN graph's own tensors for `score_graph.inputs`.
-            data_types: what `data_type` is to that graph.
+            inputs: the cuDNN graph's tensors for `score_graph.inputs`, in their order.
+            data_types: the class of cuDNN's data types.
         """
         self.score_graph, self.inputs, self.data_types = score_graph, inputs, data_types
         self.score: Any = None
@@ -386,7 +386,7 @@ class GraphReplay:
         return self._replay(graph, self.score_graph.backward, gradient)
 
     def forget(self) -> None:
-        """After a graph is built: its nodes would keep it alive, as it keeps the callbacks."""
+        """Drops the nodes of a built graph: they keep the graph alive, and the graph keeps the callbacks alive."""
         self.score = None
         self.nodes.clear()
         self.shared.clear()
@@ -428,7 +428,7 @@ _READABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.int32
 
 
 def _view(x: Tensor) -> Tensor:
-    """x with four dimensions, in a type that cuDNN has."""
+    """Returns x with four dimensions, in a dtype that cuDNN supports."""
     x = x[(None,) * (4 - x.dim())]
     if x.dtype not in _READABLE:
         x = x.to(torch.float32 if x.is_floating_point() else torch.int32)
@@ -450,12 +450,12 @@ MOST_OPERATIONS = 220
 
 
 def callback_limits(score: Score, graph: ScoreGraph, gradient: bool) -> list[str]:
-    """The reasons against a callback's graph, each of them once."""
+    """Returns the distinct reasons why cuDNN does not run a callback's graph."""
     reasons = [_input_limits(score, graph, gradient)]
     reasons += [_step_limits(graph, steps) for steps in (graph.forward, graph.backward) if steps is not None]
     found = list(dict.fromkeys(reason for part in reasons for reason in part))
     if graph.operations > MOST_OPERATIONS:
-        found.append(f"has graphs of up to {MOST_OPERATIONS} operations on scores, not {graph.operations}")
+        found.append(f"runs up to {MOST_OPERATIONS} operations on scores, not {graph.operations}")
     return found
 
 
@@ -468,7 +468,7 @@ def _input_limits(score: Score, graph: ScoreGraph, gradient: bool) -> Iterator[s
             yield "does not take bool tensors in a callback: pass int32"
         rows, keys = (1, 1, *x.shape)[-2:]
         if gradient and keys > 1 and rows == 1:
-            yield "came out wrong backward on an H200 with a tensor that keys index and rows do not"
+            yield "gives wrong gradients on an H200 for a tensor that depends on the key and not on the row"
 
 
 def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[str]:
@@ -484,18 +484,18 @@ def _step_limits(graph: ScoreGraph, steps: tuple[GraphStep, ...]) -> Iterator[st
                 "element on the CPU, 0, or a number up to -1e9"
             )
         if step.name.startswith("cmp_") and _may_be_negative(graph, operands[1]):
-            yield "came out wrong on an H200 with comparisons with an integer that may be negative: pass a float"
+            yield "gives wrong results on an H200 for comparisons with an integer that may be negative: pass a float"
         if step.name in _WRONG:
-            yield f"came out wrong on an H200 with {step.name}: use {_WRONG[step.name]}"
+            yield f"gives wrong results on an H200 for {step.name}: use {_WRONG[step.name]}"
         if step.result_type in (data_type.HALF, data_type.BFLOAT16):
-            yield "came out wrong on an H200 with rounding to fp16 or bf16"
+            yield "gives wrong results on an H200 for rounding to fp16 or bf16"
 
 
 _WRONG = {"logical_not": "the opposite comparison", "scale": "mul"}
 
 
 def _selectable(graph: ScoreGraph, step: GraphStep) -> bool:
-    """Whether a GPU has run selections of such a value."""
+    """Whether `binary_select` of such a value was tested on a GPU."""
     if step.name != "input":
         return True
     position = step.attributes[0]

@@ -1,4 +1,4 @@
-"""From a Call to graphs: what cuDNN computes, and what is left to do around it.
+"""Runs a Call on cuDNN: builds the graph's operands, runs the graph, and computes what cuDNN leaves out.
 
 Sinks are left to do: with `lse` the logarithm with the sink and `lse'` the one without, `out = exp(lse' - lse) out'`.
 cuDNN's backward takes its probabilities from the LSE that it is given, so that nothing else changes there.
@@ -33,7 +33,7 @@ from saccade.util.arguments import Unsupported
 
 
 class UsedRows(NamedTuple):
-    """For a call in which rows or keys are not in use, or rows see no key."""
+    """Rows and keys in use of a call that has padding or rows that see no key."""
 
     rows: Tensor
     """int32 (b, 1, 1, 1): how many; `keys` alike"""
@@ -46,7 +46,7 @@ class UsedRows(NamedTuple):
 
 
 def forward(call: Call, launches: Launches, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse (b, h_q, s_q)."""
+    """Returns out (b, h_q, s_q, d_v) and lse (b, h_q, s_q), or None if the call does not return it."""
     q, v = call.q, call.v
     out = empty_like_rows(q, v.shape[3])
     if not out.numel() or not call.k.numel():
@@ -70,7 +70,7 @@ def forward(call: Call, launches: Launches, lse: bool) -> tuple[Tensor, Tensor |
 
 
 def backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
-    """dq, dk, dv, dsink and those of the score's tensors."""
+    """Returns dq, dk, dv, dsink and the gradients of the score's tensors."""
     q, k, v = call.q, call.k, call.v
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (q, k, v))
     if not q.numel() or not k.numel():
@@ -112,7 +112,7 @@ def _of_sink(call: Call, saved: Saved, delta: Tensor | None = None) -> Tensor | 
 
 
 def _captured(call: Call, launches: Launches, saved: Saved) -> Sequence[Tensor | None]:
-    """By the kernel that all backends share: cuDNN has no such gradients."""
+    """Returns the gradients of captured tensors, from the kernel that all GPU backends share: cuDNN has none."""
     if not any(saved.wanted):
         return [None] * len(saved.wanted)
     from saccade.backends.device import captured_gradients
@@ -197,7 +197,7 @@ def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
 
 
 def _used_rows(call: Call) -> UsedRows | None:
-    """None where everything is in use, and every row sees its diagonal at least."""
+    """Returns the UsedRows, or None if all rows are in use and every row sees its diagonal."""
     s_q, s_k, b = call.q.shape[2], call.k.shape[2], call.q.shape[0]
     if not call.layout.tensors and (call.mask is None or s_q <= s_k):
         return None
@@ -212,7 +212,7 @@ def _used_rows(call: Call) -> UsedRows | None:
 
 
 def _operands(call: Call, used: UsedRows | None) -> dict[str, Tensor]:
-    """q, k and v, with zeros in rows that are not in use, and no element twice."""
+    """Returns q, k and v with zeros in unused rows, and copies of expanded tensors."""
     q, k, v = call.q, call.k, call.v
     if call.layout.tensors and used is not None:
         q, k, v = _clear(q, used.unused_rows), _clear(k, used.unused_keys), _clear(v, used.unused_keys)
@@ -220,7 +220,7 @@ def _operands(call: Call, used: UsedRows | None) -> dict[str, Tensor]:
 
 
 def _clear(x: Tensor, unused: Tensor) -> Tensor:
-    """x with zeros where nothing is in use: NaN times a probability of zero is NaN."""
+    """Returns x with zeros in unused rows, because NaN times a probability of zero is NaN."""
     return torch.where(unused, 0, x)
 
 
@@ -229,12 +229,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _unexpanded(x: Tensor) -> Tensor:
-    """No element twice."""
+    """Returns x, or a copy if it is expanded."""
     return x.contiguous() if 0 in x.stride() else x
 
 
 def _empty_lse(call: Call) -> Tensor:
-    """The LSE of rows that see no key."""
+    """Returns the LSE of a call in which no row sees a key."""
     lse = torch.full(call.q.shape[:3], -torch.inf, device=call.q.device)
     if call.sink is None:
         return lse
@@ -243,7 +243,7 @@ def _empty_lse(call: Call) -> Tensor:
 
 
 def _add_sink(sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """The LSE with one more column; out, in place, is what is left of it."""
+    """Returns the LSE with the sink, and scales out in place by the share that the keys keep."""
     whole = torch.logaddexp(lse, sink.float()[:, None])
     share = torch.where(lse == -torch.inf, 0, torch.exp(lse - whole))
     out.mul_(share[..., None])

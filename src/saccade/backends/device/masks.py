@@ -294,7 +294,7 @@ def _combined(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask:
                 functions = _AND[exact] if isinstance(mask, masks.And) else _OR
                 first = DeviceMask(*functions, (first, other), has_lower_bound=has_lower_bound)
             return first
-    raise TypeError(f"no device form of {mask!r}")
+    raise TypeError(f"no GPU code for {mask!r}")
 
 
 def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout) -> DeviceMask:

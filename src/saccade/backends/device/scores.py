@@ -165,7 +165,7 @@ def unplaced(
         case scores.Traced():
             options = form(score, fast, indices, reached)._replace(tables=bool(tables), tma_tile=tma_tile)
             return DeviceScore(*_emitted(score, options), (*data(score), *tables))
-    raise TypeError(f"no device form of {score!r}")
+    raise TypeError(f"no GPU code for {score!r}")
 
 
 def without_shortcuts(score: DeviceScore) -> DeviceScore:

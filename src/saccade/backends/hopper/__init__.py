@@ -61,15 +61,14 @@ def refusals(call: Call, gradient: bool) -> list[str]:
     if size % MIN_PAGE_ROWS:
         reasons.append(f"takes page sizes that are multiples of {MIN_PAGE_ROWS}, not {size}")
     if layout.num_splits is not None:
-        reasons.append(f"cuts keys as it likes: not with num_splits={layout.num_splits}")
+        reasons.append(f"splits the keys by itself: not with num_splits={layout.num_splits}")
     rows = -(-call.q.shape[0] * call.q.shape[2] * call.group // max(layout.sequences, 1))
     items = config.work_items(call) * config.most_splits(call)
     least = LEAST_ROWS if call.descale is None else LEAST_EIGHT_BIT_ROWS
     if layout.sequences and (rows < least or items < LEAST_ITEMS):
         reasons.append(
-            f"takes many query rows for pages: at least {least} for each sequence and key head, not {rows}, and at "
-            f"least {LEAST_ITEMS} blocks of {config.ITEM_ROWS} of them, times parts of {config.LEAST_KEYS} keys, not "
-            f"{items}"
+            f"takes pages if each sequence and key head has at least {least} query rows, not {rows}, and blocks of "
+            f"{config.ITEM_ROWS} rows times parts of {config.LEAST_KEYS} keys are at least {LEAST_ITEMS}, not {items}"
         )
     return reasons
 

@@ -238,7 +238,7 @@ class StructuredMask(BlockMask):
 
     def __getitem__(self, index: Any) -> StructuredMask:
         raise NotImplementedError(
-            f'{self!r} has no items: this model cuts its mask, which needs attn_implementation="sdpa" or "eager"'
+            f'{self!r} cannot be indexed: this model slices its mask, which needs attn_implementation="sdpa" or "eager"'
         )
 
     def __repr__(self) -> str:

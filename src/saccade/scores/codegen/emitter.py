@@ -108,7 +108,7 @@ class Arguments:
         """
         if self.left:
             more = ", ".join(f"{name}={x}" for name, x in self.left.items())
-            raise Refused(f"{self.name} with {more} has no device form; write it with other operations")
+            raise Refused(f"{self.name} with {more} cannot run in a GPU kernel; write it with other operations")
 
 
 class EmitOptions(NamedTuple):
@@ -294,7 +294,9 @@ class Emitter:
                 return f"tl.where({self.bool(args[0])}, {texts[1]}, {texts[2]})"
             case "clamp":
                 return _clamped(_BINARY, texts)
-        raise Refused(f"{name.removesuffix('_backward')} has no device form; write it with other operations", None)
+        raise Refused(
+            f"{name.removesuffix('_backward')} cannot run in a GPU kernel; write it with other operations", None
+        )
 
     def _integer(self, name: str, node: fx.Node, given: Arguments, args: list[Any]) -> Value:
         if name in ("add", "sub") and (alpha := given.option("alpha", 1)) != 1:
@@ -312,7 +314,7 @@ class Emitter:
         """An operation on integers, whose result is in the limits of the node's dtype, as torch wraps it."""
         dtype, shape = node.meta["val"].dtype, self._shape(args)
         if not args:
-            raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+            raise Refused(f"{name} of integers cannot run in a GPU kernel; write it with other operations", None)
         args = [x and self._within(x, torch.int32 if _keeps_low_bits(name, i, dtype) else dtype)
                 for i, x in enumerate(args)]  # fmt: skip
         spans = [None if x is None else _span(x) for x in args]
@@ -335,7 +337,7 @@ class Emitter:
         elif name == "pow" and isinstance(node.args[1], int) and 0 < node.args[1] <= 4:
             text = "(" + " * ".join([str(texts[0])] * node.args[1]) + ")"
         else:
-            raise Refused(f"{name} of integers has no device form; write it with other operations", None)
+            raise Refused(f"{name} of integers cannot run in a GPU kernel; write it with other operations", None)
         if not within(span, limits := limits_of(dtype)):
             # 32 and 64 bits wrap by themselves.
             text, parts = (text if dtype in (torch.int32, torch.int64) else low_bits(text, dtype)), None
@@ -347,7 +349,7 @@ class Emitter:
     def _within(self, x: Value, dtype: torch.dtype) -> Value:
         """An integer in the limits of a dtype; without an instruction where its range is."""
         if dtype in (torch.uint32, torch.uint64):
-            raise Refused(f"{dtype} has no device form; write x.to(torch.int64)", None)
+            raise Refused(f"{dtype} cannot run in a GPU kernel; write x.to(torch.int64)", None)
         if x.kind == "float" or within(_span(x), limits := limits_of(dtype)):
             return x
         if _is_literal(x):
@@ -380,7 +382,7 @@ class Emitter:
             return self.keep(_CLASSES[name].format(self.float(args[0])), "bool", shape)
         if name in _TRUTH:
             return self.keep(_TRUTH[name].format(*(self.bool(x) for x in args)), "bool", shape)
-        raise Refused(f"{name} of booleans has no device form; write it with other operations", None)
+        raise Refused(f"{name} of booleans cannot run in a GPU kernel; write it with other operations", None)
 
     def _cast(self, node: fx.Node, x: Value) -> Value:
         dtype = node.meta["val"].dtype
@@ -473,7 +475,7 @@ class Emitter:
         if dtype == torch.bool:
             return self.keep(f"({loaded} != 0)", "bool", shape)
         if dtype == torch.uint64:
-            raise Refused("captured tensors of uint64 have no device form; capture x.to(torch.int64)")
+            raise Refused("captured tensors of uint64 cannot run in a GPU kernel; capture x.to(torch.int64)")
         if dtype == torch.uint32:
             return self.keep(f"widened({loaded})", "wide", shape, limits_of(dtype))
         wide = dtype == torch.int64

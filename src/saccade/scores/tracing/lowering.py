@@ -228,8 +228,8 @@ class _Replay:
         value = self._argument(argument)
         if isinstance(value, Row):
             raise Refused(
-                f"the function returns a row of shape {value.shape} for each score: captured tensors meet the score by "
-                "indices, one for each dimension: table[b, h, q_idx, kv_idx]",
+                f"the function returns a row of shape {value.shape} for each score: index each dimension of "
+                "captured tensors, as in table[b, h, q_idx, kv_idx]",
                 line_of(line),
             )
         return value if isinstance(value, Tensor) else torch.scalar_tensor(value)
@@ -261,8 +261,8 @@ class _Replay:
         if math.prod(shape) > WIDEST:
             raise Refused(
                 f"a captured tensor is read with {len(at) - len(shape)} indices, and has {len(at)} dimensions: rows of "
-                f"{shape} elements are too long, up to {WIDEST} are computed with; captured tensors meet the score by "
-                "indices, table[b, h, q_idx, kv_idx]"
+                f"{shape} elements are too long, up to {WIDEST} are supported; index each dimension, as in "
+                "table[b, h, q_idx, kv_idx]"
             )
         indices = [None if x[0] == "row" else _index(self._argument(x)) for x in at]
         table = self.tensors[tensor]
@@ -284,7 +284,9 @@ def _read(table: Tensor, at: list[Any]) -> Tensor:
 
 def _index(x: Any) -> Any:
     if isinstance(x, Row):
-        raise Refused("captured tensors are read at single places, not at rows of them")
+        raise Refused(
+            "captured tensors are read one element at a time here, not row by row: give an index for each dimension"
+        )
     return x if isinstance(x, Tensor) else torch.scalar_tensor(int(x), dtype=torch.int64)
 
 
@@ -294,7 +296,7 @@ def _plain(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return args[0]
     if name in _MATRICES:
         raise Refused(
-            f"{name} multiplies matrices, and the score and the indices are one value each: write a * b; rows of "
+            f"{name} multiplies matrices, and the score and the indices are single values: write a * b; rows of "
             "captured tensors have products, table[q_idx] @ other[kv_idx]"
         )
     if name in ("clamp", "clip"):
@@ -325,7 +327,7 @@ def _flat(args: Any) -> list[Any]:
 
 def _element(row: Any, at: Any) -> Any:
     if not isinstance(row, Row):
-        raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
+        raise Refused("the score and the indices are single values, and cannot be indexed; captured tensors can")
     return _picked(row.values, _permuted(row, lambda x: x[at]))
 
 
@@ -495,7 +497,7 @@ _ALSO_POINTWISE = frozenset((
 ))  # fmt: skip
 """Operations that torch does not tag as pointwise."""
 _REDUCTION = "a score function sees one tile of scores at a time, so it cannot reduce over them; do it beforehand"
-_NO_INDEX = "the score and the indices are one value each, and cannot be indexed; captured tensors can"
+_NO_INDEX = "the score and the indices are single values, and cannot be indexed; captured tensors can"
 
 
 class Raw:
@@ -556,8 +558,8 @@ def _node_error(node: fx.Node) -> str | None:
         val = x.meta["val"]
         if x.meta["kind"] == "tensor" and val.numel() != 1:
             return (
-                f"a captured tensor of shape {tuple(val.shape)} meets the score without an index: "
-                "write table[b, h, q_idx, kv_idx], as its dimensions are"
+                f"a captured tensor of shape {tuple(val.shape)} is combined with the score without an index: "
+                "index each of its dimensions, as in table[b, h, q_idx, kv_idx]"
             )
     if shape is not None and shape not in {(Q, K), (Q, 1), (1, K), (1, 1)}:
         return f"{name} makes the shape {shape} of tiles"

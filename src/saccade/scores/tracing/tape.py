@@ -224,7 +224,7 @@ class Tape:
             if type(x) is int and not -tensor.shape[dim] <= x < tensor.shape[dim]:
                 raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
-                raise Refused("captured tensors are read at single places: index with the values of the call")
+                raise Refused("captured tensors are read one element at a time: index them with b, h, q_idx and kv_idx")
             reads[dim] = self.argument(x, True, True)
         self.rows = self.rows or any(x is None for x in reads)
         indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, reads, strict=True)]
@@ -233,7 +233,7 @@ class Tape:
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Elements of a computed row."""
         if base.value < 5 or any(isinstance(x, Tensor) for x in at):
-            raise Refused("the score and the indices are one value each, and cannot be indexed; captured tensors can")
+            raise Refused("the score and the indices are single values, and cannot be indexed; captured tensors can")
         positional = self.argument(base, False), self.argument(tuple(at), False)
         return self._append(element, positional, (), line)
 

@@ -365,7 +365,7 @@ def error_text(failed: BaseException) -> str:
     """What an error of torch or of the function means to the user."""
     text = str(failed).splitlines()[0] if str(failed) else type(failed).__name__
     if "broadcast" in text or "must match the size" in text:
-        return f"{text}; captured tensors meet the score by indices: table[b, h, q_idx, kv_idx], as its dimensions are"
+        return f"{text}; index captured tensors to combine them with the score, as in table[h, kv_idx]"
     if missing := re.match(r'"(\w+?)(?:_cpu|_cuda)?" not implemented for \'(\w+)\'', text):
         return f"torch has no {missing[1]} of {missing[2]} values: convert them first, as in x.to(torch.int64)"
     if isinstance(failed, TypeError) and "positional argument" in text:

@@ -50,7 +50,7 @@ from saccade.backends.hopper.tiles import product_layout, row_sums
 
 @aggregate
 class PartState:
-    """What a consumer carries from tile to tile."""
+    """State that a consumer keeps from tile to tile."""
 
     acc: gl.tensor
     """[64, 256]: p v, of its half of the columns"""
@@ -62,7 +62,7 @@ class PartState:
 
 @aggregate
 class PartTiles:
-    """The tiles of keys of a part, as a consumer sees them."""
+    """The key tiles of a part, for a consumer."""
 
     rows: ScoreRows
     first: gl.tensor
@@ -86,7 +86,7 @@ def shared_table(args, number):
 
 @gluon.jit
 def of_those_that_see(s, tiles, tile):
-    """The scores of the keys that each row of a shared table sees, by the entries' low bits."""
+    """Returns the scores, with -inf where a row of a shared table does not see a key, by the entry's low bits."""
     kv_idx = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, s.type.layout))
     entry = gl.load(tiles.shared[0] + kv_idx, mask=kv_idx < tiles.rows.keys, other=0)[None, :]
     return gl.where((entry >> (tiles.rows.q_idx % tiles.shared[1])[:, None]) & 1 != 0, s, float("-inf"))
@@ -94,7 +94,7 @@ def of_those_that_see(s, tiles, tile):
 
 @gluon.jit
 def issue_first(c: gl.constexpr, pipe, n):
-    """Starts q k^T [64, 64] of consumer c's tile n in the half of the columns that it sums, which is there first."""
+    """Starts q k^T [64, 64] of consumer c's tile n, over the half of the columns that it sums, which arrives first."""
     s = gl.zeros([64, 64], gl.float32, product_layout(64, pipe.latent.dtype))
     pipe.wait(n, c, c)
     return warpgroup_mma(pipe.half_of_queries(c), pipe.values(c, c).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -102,7 +102,7 @@ def issue_first(c: gl.constexpr, pipe, n):
 
 @gluon.jit
 def issue_rest(c: gl.constexpr, pipe, s, n):
-    """Starts s += q k^T of the other columns: two groups of products."""
+    """Starts s += q k^T over the other columns, in two groups of products."""
     pipe.wait(n, c, 1 - c)
     s = warpgroup_mma(pipe.half_of_queries(1 - c), pipe.values(c, 1 - c).permute((1, 0)), s, is_async=True)
     q = pipe.queries.tiles.index(opaque(2 * HALF)).reshape([64, 64])
@@ -117,27 +117,27 @@ def issue_scores(c: gl.constexpr, pipe, n):
 
 @gluon.jit
 def shrunk(acc, alpha):
-    """acc [64, 256] times alpha [64]."""
+    """Returns acc [64, 256] times alpha [64]."""
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def issue_others(c: gl.constexpr, pipe, acc, n):
-    """Starts acc += p v of the other consumer's tile n, whose weights it has handed over."""
+    """Starts acc += p v of tile n, whose weights p the other consumer has handed over."""
     pipe.wait(n, 1 - c, c)
     return warpgroup_mma(pipe.weights(1 - c), pipe.values(1 - c, c), acc, is_async=True)
 
 
 @gluon.jit
 def issue_own(c: gl.constexpr, pipe, acc, p):
-    """Starts acc += p v of its own tile."""
+    """Starts acc += p v of the consumer's own tile."""
     p = gl.convert_layout(p, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
     return warpgroup_mma(p, pipe.values(c, c), acc, is_async=True)
 
 
 @gluon.jit
 def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
-    """The weights of tile n from its products s [64, 64], handed over. Returns them, alpha, row_max and row_sum."""
+    """Hands over the weights of tile n, from its products s [64, 64]. Returns them, alpha, row_max and row_sum."""
     rows = tiles.rows
     tile = tiles.first + n - tiles.n
     s = rows.apply_score(s, tile, (), ())
@@ -154,7 +154,7 @@ def softmax(c: gl.constexpr, pipe, tiles, s, row_max, row_sum, n):
 
 @gluon.jit
 def first_tile(c: gl.constexpr, pipe, tiles, state, n):
-    """The state after tile n, the first of a part and consumer c's."""
+    """Returns the state after tile n, the first tile of a part, which is consumer c's."""
     s = warpgroup_mma_wait(0, [issue_scores(c, pipe, n)])
     p, _, row_max, row_sum = softmax(c, pipe, tiles, s, state.row_max, state.row_sum, n)
     acc = warpgroup_mma_wait(0, [issue_own(c, pipe, state.acc, p)])
@@ -164,7 +164,7 @@ def first_tile(c: gl.constexpr, pipe, tiles, state, n):
 
 @gluon.jit
 def others_tile(c: gl.constexpr, pipe, state, n):
-    """What the other consumer has handed over of tile n: sums that are shrunk, and its maximum."""
+    """Takes over tile n from the other consumer. Returns the state with rescaled sums and the new maximum."""
     pipe.take_over(c)
     # [64]
     row_max = pipe.maxima.index(1 - c).load(state.row_max.type.layout)
@@ -175,7 +175,7 @@ def others_tile(c: gl.constexpr, pipe, state, n):
 
 @gluon.jit
 def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
-    """The state after the other consumer's tile n - 1 and its own tile n.
+    """Returns the state after the other consumer's tile n - 1 and the own tile n.
 
     The values of the one come between the first scores of the other and the rest: so they wait for no copy of keys, and
     their stage is free soon (notes/gluon_latent.md).
@@ -195,7 +195,7 @@ def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
 
 @gluon.jit
 def score_rows(args, rule, rows, number, used, keys):
-    """The ScoreRows of a part."""
+    """Returns the ScoreRows of a part."""
     ROWS: gl.constexpr = args.shape.ROWS
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
     b, row = row_of(args, number, rows.row)
@@ -228,7 +228,7 @@ def store_part(c: gl.constexpr, args, tile, rows, state, total, part):
 
 @gluon.jit
 def store_whole(c: gl.constexpr, args, tile, rows, state, total):
-    """Writes out, LSE and largest scores of all of a sequence's keys."""
+    """Writes out, LSE and largest scores of a sequence whose keys are all in one part."""
     layout: gl.constexpr = state.acc.type.layout
     there = (rows.q_idx < args.s_q) & in_group(tile, args.group, rows.q_idx, args.shape.ROWS)
     live = there & (rows.q_idx < rows.rows)
@@ -248,7 +248,7 @@ def store_whole(c: gl.constexpr, args, tile, rows, state, total):
 
 @gluon.jit
 def consume(c: gl.constexpr, args, pipe):
-    """Consumer c: every second tile's scores and weights, and one half of the columns of out."""
+    """Runs consumer c: scores and weights of every second tile, and one half of the columns of out."""
     rule = score_rule(args.mask, args.score, None, args.scale)
     tile = row_tile(args)
     LEAST: gl.constexpr = LOWEST_FINITE if rule.score.large_scores else LOWEST
@@ -309,7 +309,7 @@ RECORD = gl.constexpr(NUMBERS)
 
 
 class LatentShape(NamedTuple):
-    """How the latent kernel is cut: constants of a compiled kernel."""
+    """The constants of a compiled latent kernel."""
 
     ROWS: Any
     """of the 64 rows those of one head"""
@@ -321,7 +321,7 @@ class LatentShape(NamedTuple):
 
 @aggregate
 class LatentArgs:
-    """What the kernel is called with."""
+    """The arguments of the kernel."""
 
     q_desc: Value
     k_desc: Value

@@ -1,4 +1,4 @@
-"""From a Call to the launches of latent attention: the schedule, the parts, their merge."""
+"""Launches latent attention for a Call: the kernel of the schedule, of the parts, and of their merge."""
 
 # pyright: reportCallIssue=false
 
@@ -33,7 +33,7 @@ BLOCK_K = 64
 
 @dataclass(frozen=True)
 class Cut:
-    """How a call is cut into programs, from shapes alone."""
+    """How a call is divided into programs. It follows from shapes alone."""
 
     rows: int
     """of a tile's 64 rows those of one head"""
@@ -66,7 +66,7 @@ class Cut:
 
 
 def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
-    """out (b, h_q, s_q, d_v) and, if asked for, lse and max_scores (b, h_q, s_q)."""
+    """Returns out (b, h_q, s_q, d_v), lse and max_scores (b, h_q, s_q). The last two are None if not requested."""
     layout = call.layout
     if not aligned(call.q):  # which the Spec of a cache leaves open
         call = call.replace(q=padded(launches, call.q))
@@ -108,14 +108,14 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
 
 
 def _of_rows(x: Tensor | None, shape: torch.Size) -> TensorArgs | None:
-    """A number of each row, (b, h_q, s_q), where out has this shape."""
+    """Returns the arguments of x, which has one number per row of an out of this shape, (b, h_q, s_q)."""
     if x is None:
         return None
     return TensorArgs.of((x if x.shape == shape[:3] else x.transpose(0, 2))[..., None])
 
 
 def pages_of(call: Call, lists: SlotLists | None) -> load.Pages | None:
-    """Where each sequence's keys are."""
+    """Returns the page table, which says where the keys of each sequence are."""
     return load.device_args(call) if lists is None else load.page_args(lists.table, lists.cache)
 
 
@@ -126,7 +126,7 @@ def empty_schedule(call: Call, cut: Cut) -> Schedule:
 
 
 def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Memory for the parts' out, LSE and largest scores."""
+    """Returns memory for the parts' out, LSE and largest scores."""
     rows = 2 * cut.lines, cut.tiles, 64
     make = {"dtype": torch.float32, "device": call.q.device}
     top = torch.empty(rows, **make) if call.max_scores else None
@@ -170,7 +170,7 @@ def arguments(
 
 
 def prepare(call: Call, cut: Cut, cache: Tensor) -> TMALaunch:
-    """The launch of all calls of the Call's key."""
+    """Returns the launch that all calls with the Call's key share."""
     q = call.q
     box = load.box_rows(cache.shape[2], BLOCK_K)
     shapes = [

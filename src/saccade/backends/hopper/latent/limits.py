@@ -1,4 +1,4 @@
-"""Which calls the kernel for latent attention takes."""
+"""Which calls the kernel for latent attention runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LEAST_LISTS = 1024
 
 
 def applies(call: Call) -> bool:
-    """Whether a call is this kernel's, if it is one of this backend's: values are the first columns of keys that pages
-    or lists name, and too many for the forward's kernel."""
+    """Whether this kernel, of those of this backend, runs the call: the values are the first columns of keys that
+    pages or lists name, and are too wide for the forward's kernel."""
     return call.latent and max(call.q.shape[3], call.v.shape[3]) > 256
 
 
@@ -29,15 +29,17 @@ def has_lists(call: Call) -> bool:
 
 
 def refusals(call: Call) -> list[str]:
-    """Why the kernel does not take a call that is its."""
+    """Returns the reasons why the kernel does not run a call for which `applies` is true."""
     layout, (d, d_v) = call.layout, DIMS
     reasons = []
     if (call.q.shape[3], call.v.shape[3]) != DIMS:
         reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {call.q.shape[3]}/{call.v.shape[3]}")
     if call.k.element_size() != 2:
-        reasons.append("takes latent attention of 16-bit operands")
+        reasons.append(f"takes 16-bit operands for latent attention, not {call.k.dtype}")
     if layout.cu_seqlens_q is not None:
-        reasons.append("takes latent attention of equally many queries for each sequence, (b, s, h, d), not end to end")
+        reasons.append(
+            "takes latent attention of equally many queries for each sequence, (b, s, h, d), not of packed ones"
+        )
     if layout.has_pages and layout.num_splits is not None:
         reasons.append(f"splits the keys of latent attention by itself: not with num_splits={layout.num_splits}")
     if call.dropout is not None:

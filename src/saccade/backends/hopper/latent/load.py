@@ -1,4 +1,4 @@
-"""What the warps of the latent kernel hand to one another: every barrier and every phase is here.
+"""The barriers, the producer and the schedule of the latent kernel.
 
 There are two stages. Tile n of keys, counted over all parts, is in stage n % 2, and the consumer of that number owns
 it: it computes the tile's scores and weights. The first 512 columns are the values too, of which each consumer sums
@@ -40,7 +40,7 @@ HALF = gl.constexpr(4)
 
 @aggregate
 class Seesaw:
-    """All that the warps of the latent kernel share."""
+    """Shared memory and barriers of the warps of the latent kernel."""
 
     queries: Slots
     """one slot of chunks [64, 64] of q"""
@@ -64,42 +64,42 @@ class Seesaw:
 
     @gluon.jit
     def claim(self, n, stage, half):
-        """For the producer: waits until a half of tile n's stage is free."""
+        """The producer waits until a half of tile n's stage is free."""
         if n >= 2:
             barrier_sync(EMPTY + 2 * stage + half, self.THREADS)
 
     @gluon.jit
     def wait(self, n, stage: gl.constexpr, half: gl.constexpr):
-        """For a consumer: waits until half of tile n is there."""
+        """A consumer waits until half of tile n has arrived."""
         mbarrier.wait(self.full.index(2 * stage + half), (n // 2) & 1)
         if self.GATHERS:  # products read what bulk copies write; what threads write they see behind a fence
             fence_async_shared()
 
     @gluon.jit
     def release(self, stage: gl.constexpr, half: gl.constexpr):
-        """For consumer `half`: it reads its half of a stage no more; of the other's stage nor the weights."""
+        """Consumer `half` reads its half of a stage no longer, and of the other's stage the weights neither."""
         barrier_arrive(EMPTY + 2 * stage + half, self.THREADS)
 
     @gluon.jit
     def values(self, stage, half):
-        """[64, 256]: a half of a stage's values."""
+        """Returns half of a stage's values, [64, 256]."""
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], self.latent.dtype)
         return view(self.latent, [4, 64, 256], LAYOUT).index(opaque(2 * stage + half))
 
     @gluon.jit
     def half_of_queries(self, half: gl.constexpr):
-        """[64, 256]: the columns of q that belong to a half of the values."""
+        """Returns the columns of q that belong to half of the values, [64, 256]."""
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], self.latent.dtype)
         return view(self.queries.tiles, [2, 64, 256], LAYOUT).index(opaque(half))
 
     @gluon.jit
     def weights(self, stage: gl.constexpr):
-        """[64, 64]: of a stage's tile."""
+        """Returns the weights of a stage's tile, [64, 64]."""
         return self.rest.index(opaque(stage)).reshape([64, 64])
 
     @gluon.jit
     def hand_over(self, c: gl.constexpr, p, row_max, alpha):
-        """For consumer c: the weights of its tile are p [64, 64]."""
+        """Consumer c hands over p [64, 64], the weights of its tile."""
         self.weights(c).store(p)
         self.maxima.index(c).store(row_max)
         self.decays.index(c).store(alpha)
@@ -108,12 +108,12 @@ class Seesaw:
 
     @gluon.jit
     def take_over(self, c: gl.constexpr):
-        """For consumer c: waits until the other one has handed over."""
+        """Consumer c waits until the other consumer has handed over its weights."""
         barrier_sync(READY + 1 - c, 256)
 
     @gluon.jit
     def total(self, c: gl.constexpr, done, own):
-        """The sums [64] of both consumers, of part `done`."""
+        """Returns the sums [64] of both consumers for part `done`."""
         at = done % 2 * 2
         self.sums.index(at + c).store(own)
         barrier_sync(SUMS, 256)
@@ -134,7 +134,7 @@ class Seesaw:
 
 
 class Schedule(NamedTuple):
-    """Where each sequence's tiles of keys are in the row of all."""
+    """Where the key tiles of each sequence are, if the tiles of all sequences stand in one row."""
 
     starts: Any
     """int32 (sequences + 1): how many tiles there are before each sequence"""
@@ -157,7 +157,7 @@ AT_ONCE = tl.constexpr(1024)
 
 @triton.jit
 def length_of_line(schedule):
-    """Tiles of each line but the last ones."""
+    """Returns the number of tiles of each line except the last ones."""
     return tl.load(schedule.lines_first + plain_int(schedule.lines))
 
 
@@ -337,7 +337,7 @@ class RowTile:
 
 @gluon.jit
 def row_tile(args):
-    """The RowTile of this program."""
+    """Returns the RowTile of this program."""
     ROWS: gl.constexpr = args.shape.ROWS
     number = gl.program_id(0) % args.tiles
     pack = number // args.blocks
@@ -355,7 +355,7 @@ def gathers(page_size):
 
 @gluon.jit
 def row_of(args, number, row):
-    """Batch row and query row of a sequence's row."""
+    """Returns the batch row and the query row of a row of a sequence."""
     if args.shape.LISTED:
         groups = gl.cdiv(args.s_q, args.shape.ROWS)
         return number // groups, number % groups * args.shape.ROWS + row
@@ -392,7 +392,7 @@ def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
 
 @gluon.jit
 def load_queries(args, pipe, rows, number, drawn):
-    """Fills the slot with the program's query rows."""
+    """Loads the program's query rows into the slot."""
     b, row = row_of(args, number, rows.row)
     CHUNKS: gl.constexpr = pipe.queries.CHUNKS
     pipe.queries.claim(drawn)
@@ -443,7 +443,7 @@ def copy_columns(tile, COLUMNS: gl.constexpr, pointers, there):
 
 @gluon.jit
 def gather_half(pipe, n, pointers, there, half, REST: gl.constexpr):
-    """Fills a half of a stage with columns of rows [64]."""
+    """Loads columns of rows [64] into half of a stage."""
     WIDTH: gl.constexpr = 64 * HALF
     stage = n % 2
     pipe.claim(n, stage, half)
@@ -471,7 +471,7 @@ def numbers_of(args, b, start, keys):
 
 @gluon.jit
 def gather_tile(args, pipe, h_k, page, n, start, keys):
-    """The same as `load_tile`, row by row."""
+    """Loads a stage as `load_tile` does, row by row."""
     # [64]
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
     there = kv_idx < keys
@@ -485,7 +485,7 @@ def gather_tile(args, pipe, h_k, page, n, start, keys):
 
 @gluon.jit
 def load_tile(args, pipe, h_k, page, n, start, keys, tails):
-    """Fills a stage from pages of `numbers_of`; the half comes first that is free first, the owner's."""
+    """Loads a stage from the pages of `numbers_of`. The owner's half comes first, because it is free first."""
     if args.cache is None:
         tails = load_half(args, pipe, page, h_k, n, start, keys, n % 2, 0, tails)
         tails = load_half(args, pipe, page, h_k, n, start, keys, 1 - n % 2, 1, tails)
@@ -496,7 +496,7 @@ def load_tile(args, pipe, h_k, page, n, start, keys, tails):
 
 @gluon.jit
 def load(args, pipe):
-    """The producer."""
+    """Runs the producer: loads the tiles of all parts."""
     rows = row_tile(args)
     length = length_of_line(args.schedule)
     begin = rows.line * length
