@@ -267,7 +267,7 @@ def test_attention_adds_the_shift():
     assert (found.lse - wanted.lse).abs().max() < 0.2
     assert (found.max_scores - wanted.max_scores).abs().max() < 0.6
     for name, x in (("sink", torch.zeros(4)), ("score_mod", softcap(20.0))):
-        with pytest.raises(ValueError, match=f"lack a number, and {name} needs the scores themselves"):
+        with pytest.raises(ValueError, match=f"lack a term, and {name} needs exact scores"):
             attention(*made[:3], **options, **{name: x})
     with pytest.raises(ValueError, match=re.escape("the LSE's shape (1, 4, 150) on q's device cpu, got (2, 4, 150)")):
         attention(*(x[:1] for x in made[:3]), descale=Descale(shift=made.shift))

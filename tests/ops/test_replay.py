@@ -195,7 +195,7 @@ def test_negated_views(done: list[str], place: int) -> None:
 
 def test_results_in_negated_memory(done: list[str]) -> None:
     given = operands()
-    with pytest.raises(ValueError, match="view of the negated numbers"):
+    with pytest.raises(ValueError, match="view of negated numbers"):
         attention(*given, out=torch._neg_view(torch.empty_like(given[0])))
 
 

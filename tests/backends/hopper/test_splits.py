@@ -36,6 +36,6 @@ def test_a_call_without_enough_to_do_is_refused():
     assert gluon.refusals(call(8, 32, 8192), False) == []
     assert gluon.refusals(call(1, 32, 65536), False) == []
     (reason,) = gluon.refusals(call(1, 32, 512), False)
-    assert "at least 64 blocks of 128 of them, times parts of 512 keys, not 8" in reason
+    assert "blocks of 128 rows times parts of 512 keys are at least 64, not 8" in reason
     (reason,) = gluon.refusals(call(8, 32, 8192, 3), False)
     assert "not with num_splits=3" in reason
