@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, Unsupported, attention, causal, merge, softcap, window
+from saccade import Dense, Packed, Paged, Unsupported, attention, causal, interval, merge, softcap, window
 from tests.support.devices import CPU, EMULATOR, GLUON, INTERPRETER, TRITON, every_head_dim, on
 from tests.support.non_finite import (
     BREAKS,
@@ -133,6 +133,18 @@ def test_a_sink_of_nan(dtype):
     found, exact = results(given, sink=sink)
     for x, y in zip(found, exact, strict=True):
         assert_same_kind(x, y)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sink_of_nan_beside_rows_without_keys(backend):
+    q, k, v = (x.requires_grad_() for x in operands(torch.float32))
+    sink = torch.full((q.shape[1],), torch.nan, requires_grad=True)
+    out, lse = attention(q, k, v, sink=sink, mask=interval(0, 0), backend=backend, return_lse=True)
+    assert not out.any()
+    assert bool(lse.isnan().all())
+    *others, dsink = torch.autograd.grad(out.sum() + lse.sum(), [q, k, v, sink])
+    assert not any(x.any() for x in others)
+    assert bool(dsink.isnan().all())
 
 
 @pytest.mark.parametrize("where", ["dense", "packed", "paged"])

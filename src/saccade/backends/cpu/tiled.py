@@ -123,7 +123,7 @@ if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
 def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Rescales `out` (b, h, s, d_v) in place for a softmax that holds the sink (h) too; returns its lse (b, h, s)."""
     joined = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    share = torch.exp(lse - torch.where(joined == -torch.inf, 0, joined))
+    share = torch.where(lse == -torch.inf, 0, torch.exp(lse - joined))  # a row without keys takes no NaN from its sink
     out.mul_(share[..., None])
     return joined
 
