@@ -44,7 +44,11 @@ def of(**keywords):
 @pytest.mark.parametrize(
     ("keywords", "error", "words"),
     [
-        ({"mask": window(3, 2)}, ValueError, r"brings the keys of causal, and the mask window\(3,2\) may see window"),
+        (
+            {"mask": window(3, 2)},
+            ValueError,
+            r"exchanges the keys that causal shows, and the mask window\(3,2\) may see window",
+        ),
         ({}, ValueError, "the mask None may see all keys: plan"),
         ({"mask": causal(), "layout": Dense("bshd")}, ValueError, "the plan says where rows and keys are: omit layout"),
         ({"mask": causal(), "out": torch.zeros(6, 4, 16)}, Unsupported, "out= is not supported over several ranks"),

@@ -168,8 +168,11 @@ SLOTS = torch.tensor([3, -1, 5])
         ({"layout": None, "slot_mapping": [1, 2, 3]}, "got [1, 2, 3]"),
         ({"layout": None, "slot_mapping": SLOTS + 33}, "in [0, 36), the rows of 9 pages of 4, or -1 for a row that"),
         ({"layout": None, "slot_mapping": SLOTS - 2}, "got [1, -3, 3]"),
-        ({"layout": None, "slot_mapping": SLOTS, "rotary": (torch.ones(9, 3),) * 2}, "slots do not say where a row"),
-        ({"layout": None, "slot_mapping": SLOTS, "positions": SLOTS}, "positions is for rotary=(cos, sin)"),
+        (
+            {"layout": None, "slot_mapping": SLOTS, "rotary": (torch.ones(9, 3),) * 2},
+            "slots do not say the positions of rows",
+        ),
+        ({"layout": None, "slot_mapping": SLOTS, "positions": SLOTS}, "positions is used only with rotary=(cos, sin)"),
         (
             {"layout": None, "slot_mapping": SLOTS, "positions": SLOTS, "rotary": (torch.ones(9, 3),) * 2},
             "positions must be from 0 on, got [3, -1, 5]",
@@ -184,10 +187,10 @@ SLOTS = torch.tensor([3, -1, 5])
                 "k_new": torch.randn(3, 1, H, D),
                 "rotary": (SLOTS, SLOTS),
             },
-            "this layout has a k_offset: give slot_mapping and positions=…",
+            "this layout has a k_offset: pass slot_mapping and positions=…",
         ),
         ({"positions": SLOTS, "k_new": torch.randn(3, 1, H, D)}, "positions go with slot_mapping"),
-        ({"q": torch.randn(3, 1, H, D), "k_new": torch.randn(3, 1, H, D)}, "q is for rotary=(cos, sin)"),
+        ({"q": torch.randn(3, 1, H, D), "k_new": torch.randn(3, 1, H, D)}, "q is used only with rotary=(cos, sin)"),
         (
             {"layout": None, "slot_mapping": SLOTS, "q": torch.randn(4, H, D), "positions": SLOTS},
             "q and k_new must have the same rows and head dim: k_cache",
@@ -403,7 +406,10 @@ SLOTTED = {"layout": None, "slot_mapping": torch.tensor([[3], [-1], [5]])}
         ({"descale": Descale(v=torch.ones(2, 2))}, "the descale of v must be (), (h_k,) = (2,), (b, h_k) = (3, 2), or"),
         ({"descale": Descale(q=1.5)}, "append_kv takes Descale(k=…, v=…) without q"),
         ({"descale": Descale(shift=torch.ones(1))}, "without shift: it quantizes keys and values as they are"),
-        (SLOTTED | {"descale": Descale(v=torch.ones(3, H))}, "slots do not say whose a row is, got (3, 2)"),
+        (
+            SLOTTED | {"descale": Descale(v=torch.ones(3, H))},
+            "slots do not say to which sequence a row belongs, got (3, 2)",
+        ),
         (SLOTTED | {"descale": Descale(k=torch.ones(3, H, 1))}, "with slot_mapping the descale of k must be a number"),
         (
             {"k_new": eight(3, 1, H, D), "v_new": eight(3, 1, H, D_V), "descale": Descale(k=2.0)},

@@ -170,7 +170,7 @@ def test_wrong_calls():
     k, v = caches()
     layout = Paged(slots=slots(3), seqused_k=torch.full((3,), N))
     q = torch.randn(3, H_Q, D)
-    with pytest.raises(ValueError, match=r"slots are the keys that a row sees.*omit the mask causal"):
+    with pytest.raises(ValueError, match=r"their row sees all of them: omit the mask causal"):
         attention(q, k, v, layout=layout, mask=causal())
     with pytest.raises(ValueError, match="score_mod depends on kv_idx"):
         attention(q, k, v, layout=layout, score_mod=lambda s, b, h, i, j: s + j)

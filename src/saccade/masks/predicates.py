@@ -119,9 +119,7 @@ def sequences_shape_error(
     long_enough = (n >= m or (n == 1 and broadcast) for n, m in zip(shape[2:], (s_q, s_k), strict=True))
     if arguments.broadcasts(shape[:2], (b, h)) and all(long_enough):
         return None
-    hint = (
-        "; a compiler reads no offsets: give max_seqlen_q= and max_seqlen_k=" if torch.compiler.is_compiling() else ""
-    )
+    hint = "; compiled code reads no offsets: give max_seqlen_q= and max_seqlen_k="
     return (
         f"{name} over sequences has a row for each query of the longest one, and a column for each of its keys: at "
         f"least (sequences, h_q, queries, keys) = {(b, h, s_q, s_k)}, where sequences and heads may be 1; got {shape}"
