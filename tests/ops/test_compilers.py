@@ -56,6 +56,26 @@ def test_functions_in_compiled_checkpoints(name):
     torch.testing.assert_close(found, expected)
 
 
+TABLE = torch.randn(2, 9)
+WRONG: dict[str, Any] = {
+    "scores are real numbers, and meet 1j": lambda s, b, h, i, j: s * 1j,
+    "is read with 3 indices": lambda s, b, h, i, j: s + TABLE[h, i, j],
+    "index 5 is out of range for a dimension of 2": lambda s, b, h, i, j: s + TABLE[5, j],
+    "are read one element at a time": lambda s, b, h, i, j: s + TABLE[torch.tensor([0, 1]), j],
+    "are single values, and cannot be indexed": lambda s, b, h, i, j: s[0],
+    "rows of 300 elements are too long": lambda s, b, h, i, j: s + (torch.ones(300) * s).sum(),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_compiled_code_refuses_in_the_words_of_eager_calls(words):
+    q, call = torch.randn(1, 2, 9, 8), lambda q: attention(q, q, q, score_mod=WRONG[words])
+    for one in (call, torch.compile(call, backend="eager", fullgraph=True)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=words):
+            one(q)
+
+
 def test_a_function_that_changes_something_is_refused_in_compiled_checkpoints():
     seen, x = [], torch.randn(1, 2, 5, 4, requires_grad=True)
 

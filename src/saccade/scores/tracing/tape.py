@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Refused(ValueError):
 
 
 @compile_constant
-def refuse(reason: str) -> None:
+def refuse(reason: str) -> NoReturn:
     raise Refused(reason)
 
 
@@ -142,7 +142,7 @@ class Tape:
         kind = type(x)
         if isinstance(x, self.kind):
             if x.tape is not self:
-                raise Refused("a value kept from another call is used with the score")
+                refuse("a value kept from another call is used with the score")
             return "value", x.value
         if isinstance(x, Tensor):
             return self._tensor(x, lifts)
@@ -156,16 +156,16 @@ class Tape:
                 return self._number(x)
             return "constant", "int" if isinstance(x, int) else "float", _text(x)
         if isinstance(x, (torch.SymInt, torch.SymFloat)):
-            raise Refused(
+            refuse(
                 "a number is made of a size that torch.export leaves open: give that dimension a size, or count from "
                 "the end, as in table[-1]"
             )
         if kind is complex:
-            raise Refused(f"scores are real numbers, and meet {x}")
+            refuse(f"scores are real numbers, and meet {x}")
         if hasattr(x, "item"):  # numpy's
             return self.argument(x.item(), lifts, keeps_zero)
         if kind is dict or kind is set:
-            raise Refused(f"operations on scores take numbers, tensors and values of the call, got a {kind.__name__}")
+            refuse(f"operations on scores take numbers, tensors and values of the call, got a {kind.__name__}")
         return "constant", str(kind), x
 
     def _number(self, x: Any, source: Any = None) -> Any:
@@ -215,16 +215,16 @@ class Tape:
         full = _filled(at, len(rows))
         if full is None:
             reason = f"a captured tensor of shape {tuple(tensor.shape)} is read with {len(at)} indices"
-            raise Refused(f"{reason}; it takes up to one for each dimension, numbers, slices and values of the call")
+            refuse(f"{reason}; it takes up to one for each dimension, numbers, slices and values of the call")
         for dim, x in zip(rows, full, strict=True):
             if isinstance(x, slice):
                 if x != slice(None):
                     tensor = tensor[tuple([slice(None) for _ in range(dim)] + [x])]
                 continue
             if type(x) is int and not -tensor.shape[dim] <= x < tensor.shape[dim]:
-                raise Refused(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
+                refuse(f"index {x} is out of range for a dimension of {tensor.shape[dim]} elements")
             if isinstance(x, bool) or (isinstance(x, Tensor) and not isinstance(x, self.kind) and x.dim()):
-                raise Refused("captured tensors are read one element at a time: index them with b, h, q_idx and kv_idx")
+                refuse("captured tensors are read one element at a time: index them with b, h, q_idx and kv_idx")
             reads[dim] = self.argument(x, True, True)
         self.rows = self.rows or any(x is None for x in reads)
         indices = [("row", _constant(n)) if x is None else x for n, x in zip(tensor.shape, reads, strict=True)]
@@ -233,7 +233,7 @@ class Tape:
     def _of_value(self, base: Any, at: list[Any], line: Any) -> int:
         """Elements of a computed row."""
         if base.value < 5 or any(isinstance(x, Tensor) for x in at):
-            raise Refused("the score and the indices are single values, and cannot be indexed; captured tensors can")
+            refuse("the score and the indices are single values, and cannot be indexed; captured tensors can")
         positional = self.argument(base, False), self.argument(tuple(at), False)
         return self._append(element, positional, (), line)
 
@@ -254,7 +254,7 @@ def _constant(n: Any) -> int:
     for i in range(WIDEST + 1):
         if n == i:
             return i
-    raise Refused(f"rows of {n} elements are too long: up to {WIDEST} are computed with")
+    refuse(f"rows of {n} elements are too long: up to {WIDEST} are computed with")
 
 
 def _text(x: float) -> Any:
