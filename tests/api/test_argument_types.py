@@ -51,7 +51,7 @@ WRONG_TYPES = {
     "shared_pages of False": (
         TypeError,
         lambda: Paged(PAGES.block_table, PAGES.seqused_k, shared_pages=False),
-        "shared_pages must be an integer, got False",
+        "shared_pages must be an integer from 0 to the columns of block_table (2, 1), got False",
     ),
     "sink of 1": (TypeError, lambda: Attention(64, 4, sink=1), "sink must be True or False, got 1"),
     "debug of 2": (TypeError, lambda: distributed.plan([3], 2, rank=0, debug=2), "debug must be True or False, got 2"),

@@ -122,7 +122,9 @@ def test_position_ids_that_do_not_fit():
         with pytest.raises(error, match=r"ids must be an int32 or int64 tensor of shape \(t,\) or \(b, s\)"):
             Packed.from_position_ids(ids)
     for most in (0, -1, 2.0, True):
-        with pytest.raises(ValueError if type(most) is int else TypeError, match="max_sequences must be an integer"):
+        whole = type(most) is int
+        words = f"max_sequences must be an integer{' from 1 on' * whole}, or None, got {most}"
+        with pytest.raises(ValueError if whole else TypeError, match=words):
             Packed.from_position_ids(IDS, most)
     with pytest.raises(ValueError, match=r"ids \(10,\) begin 4 sequences, and max_sequences is 3"):
         Packed.from_position_ids(IDS, max_sequences=3)

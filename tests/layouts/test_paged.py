@@ -289,7 +289,7 @@ TABLE, USED = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, 6])
         (lambda: Paged(TABLE[0], USED), "torch.int32 (3,)"),
         (lambda: Paged(TABLE, USED[:1]), "(1,) with block_table (2, 3)"),
         (lambda: Paged(TABLE, USED, USED), "(2,) with block_table (2, 3)"),
-        (lambda: Paged(TABLE, USED, num_splits=0), "from 1 on, got 0"),
+        (lambda: Paged(TABLE, USED, num_splits=0), "from 1 on, or None, got 0"),
         (lambda: call(q=torch.randn(3, 1, 4, 8)), "the batch size of block_table (2, 3): q (3, 1, 4, 8)"),
         (lambda: call(q=torch.randn(2, 4, 8)), "with a paged cache q must be (b, s, h, d)"),
         (lambda: call(layout=Paged(TABLE, USED, torch.tensor([0, 1, 2]))), "q with cu_seqlens_q must be (t, h, d)"),

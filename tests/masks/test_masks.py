@@ -319,8 +319,8 @@ def test_ids_of_any_size():
     [
         (lambda: window(-1, 0), ValueError, "left must not be negative, got -1"),
         (lambda: window(0, -2), ValueError, "right must not be negative, got -2"),
-        (lambda: window(1.0, 0), TypeError, "left must be an integer, got 1.0"),
-        (lambda: window(True, 0), TypeError, "left must be an integer, got True"),
+        (lambda: window(1.0, 0), TypeError, "left must be an integer or None, got 1.0"),
+        (lambda: window(True, 0), TypeError, "left must be an integer or None, got True"),
         (lambda: prefix(-1), ValueError, "n must not be negative, got -1"),
         (lambda: prefix(None), TypeError, "prefix"),
         (lambda: prefix("3"), TypeError, "'3'"),

@@ -303,7 +303,8 @@ def test_errors() -> None:
     k, v, table = cache()
     q, used = torch.randn(B, 1, H_Q, D), torch.tensor(LENGTHS["beyond"])
     for wrong in (-1, table.shape[1] + 1, True, 1.0, None):
-        with pytest.raises(ValueError if type(wrong) is int else TypeError, match="shared_pages must be an integer"):
+        error = ValueError if type(wrong) is int else TypeError
+        with pytest.raises(error, match=r"shared_pages must be an integer from 0 to the columns .* got"):
             Paged(table, used, shared_pages=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"shared_pages=5 says that all rows .* row 1 begins with"):
         attention(q, k, v, layout=Paged(table, used, shared_pages=SHARED + 1))

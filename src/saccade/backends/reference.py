@@ -31,10 +31,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return out.to(call.out_dtype), lse, largest
     q, k, v = operands(call)
     p, lse, largest = probability(call, q, k)
-    some = (
-        largest[..., None] != -torch.inf
-    )  # NaN in what others see, or in a sink, does not reach rows that see nothing
-    p = torch.where(some, p, 0)
+    some = largest[..., None] != -torch.inf
+    p = torch.where(some, p, 0)  # NaN in what others see, or in a sink, does not reach rows that see nothing
     p, rescale = (p, 1.0) if call.dropout is None else (p * kept(call), call.dropout.rescale)
     out = p @ v * rescale
     return torch.where(_rows_in_use(call) & some, out, 0).to(call.out_dtype), lse, largest

@@ -116,7 +116,8 @@ class Packed(Layout):
                 if bound.numel() != 1 or bound.is_floating_point():
                     raise ValueError(f"{name} must be an integer or a tensor of one, got {described(bound)}")
             elif bound is not None:
-                object.__setattr__(self, name, arguments.integer(name, bound))
+                bound = arguments.integer(name, bound, otherwise=", a tensor of one, or None")
+                object.__setattr__(self, name, bound)
         self._flatten("packed")
 
     def _settle_keys(self) -> None:

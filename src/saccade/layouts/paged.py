@@ -117,12 +117,14 @@ class Paged(Layout):
                 "k_offset of a paged cache needs q_offset: pass both, or neither for rows that follow the cached keys"
             )
         if self.num_splits is not None:
-            object.__setattr__(self, "num_splits", arguments.integer("num_splits", self.num_splits, least=1))
-        shared = arguments.integer("shared_pages", self.shared_pages)
-        object.__setattr__(self, "shared_pages", shared)
-        if shared > 0 and shared > table.shape[1]:  # of 0 nothing is asked: the width may be a symbol
+            splits = arguments.integer("num_splits", self.num_splits, 1, ", or None")
+            object.__setattr__(self, "num_splits", splits)
+        shared = self.shared_pages
+        whole = isinstance(shared, int) and not isinstance(shared, bool)
+        if not whole or (shared and not 0 < shared <= table.shape[1]):  # of 0 nothing is asked: a width may be a symbol
             columns = f"the columns of block_table {tuple(table.shape)}"
-            raise ValueError(f"shared_pages must be an integer from 0 to {columns}, got {shared}")
+            kind = ValueError if whole else TypeError
+            raise kind(f"shared_pages must be an integer from 0 to {columns}, got {shared!r}")
         self._flatten(self.WORD)
 
     def _check_slots(self, slots: Any) -> None:

@@ -86,7 +86,7 @@ def offsets_of_position_ids(ids: Tensor, max_sequences: int | None) -> Tensor:
         wanted = "an int32 or int64 tensor of shape (t,) or (b, s)"
         raise arguments.refusal(ids, f"ids must be {wanted}, got {described(ids)}")
     if max_sequences is not None:
-        max_sequences = arguments.integer("max_sequences", max_sequences, least=1)
+        max_sequences = arguments.integer("max_sequences", max_sequences, 1, ", or None")
     starts = ids == 0
     starts[..., :1] = True
     numbers = starts.flatten().cumsum(0)  # of each token its sequence, from 1 on

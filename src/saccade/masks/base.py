@@ -363,9 +363,7 @@ class Mask:
         ■ ■ ■ ·
         ■ ■ ■ ■
         """
-        s_q = self._size(8) if s_q is None else s_q
-        s_k = s_q if s_k is None else s_k
-        rows = self.visible(s_q, s_k, arguments.integer("batch", batch) + 1)[batch].tolist()
+        rows = self._picture(s_q, s_k, batch, 8).tolist()
         seen, masked = "■·" if _printable("■·") else "#."
         return "\n".join([repr(self), *(" ".join(seen if cell else masked for cell in row) for row in rows)])
 
@@ -373,18 +371,16 @@ class Mask:
         """Matplotlib axes with the same picture."""
         import matplotlib.pyplot as plt
 
-        s_q = self._size(64) if s_q is None else s_q
-        s_k = s_q if s_k is None else s_k
         if ax is None:
             ax = plt.subplots()[1]
-        ax.imshow(
-            self.visible(s_q, s_k, arguments.integer("batch", batch) + 1)[batch].cpu().numpy(),
-            cmap="Blues",
-            vmin=0,
-            vmax=1,
-        )
+        ax.imshow(self._picture(s_q, s_k, batch, 64).cpu().numpy(), cmap="Blues", vmin=0, vmax=1)
         ax.set(title=repr(self), xlabel="key", ylabel="query")
         return ax
+
+    def _picture(self, s_q: int | None, s_k: int | None, batch: int, otherwise: int) -> Tensor:
+        """Bool (s_q, s_k) of one batch row; the mask's own length, or else this one, is the default of s_q."""
+        s_q = self._size(otherwise) if s_q is None else s_q
+        return self.visible(s_q, s_q if s_k is None else s_k, arguments.integer("batch", batch) + 1)[batch]
 
     def _size(self, otherwise: int) -> int:
         return next((leaf.length for leaf in self.leaves() if leaf.length is not None), otherwise)

@@ -240,7 +240,7 @@ def documents(ids: Tensor) -> Mask:
 def bound(name: str, value: Any) -> Any:
     if value is None:
         return None
-    value = arguments.integer(name, value, least=None)
+    value = arguments.integer(name, value, least=None, otherwise=" or None")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}; None means unbounded")
     return None if value >= UNBOUNDED else value

@@ -323,7 +323,6 @@ class _Guess(NamedTuple):
     """The trace of an earlier call with a function at this address. It is this call's too where its guards hold,
     which decides what the function is."""
 
-    inputs: Callable[[Any], Any]
     key: Hashable
     trace: Any
 
@@ -334,15 +333,14 @@ def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
         return _Part(struct.pack("d", score_mod.cap), ())
     at = id(score_mod), torch.is_grad_enabled(), torch.get_default_dtype(), q.device, q.dtype
     guess = _guesses.get(at)
-    if guess is not None and (now := guess.inputs(score_mod)) is not None:
+    if guess is not None and (now := guess.trace.inputs(score_mod)) is not None:
         return _Part(guess.key, now[0], TracedValues(guess.trace, *now))
     if (found := scores.guarded(score_mod, q)) is None:
         return None
-    trace, captures, numbers, inputs, values = found
-    trace = trace, _bits(*numbers)
-    if inputs is not None:
-        _guesses.put(at, _Guess(inputs, trace, values.trace))
-    return _Part(trace, captures, values)
+    key = found.key, _bits(*found.numbers)
+    if found.settled:
+        _guesses.put(at, _Guess(key, found.values.trace))
+    return _Part(key, found.values.tensors, found.values)
 
 
 # Calls of the operators, as compiled models make them, and of backwards.

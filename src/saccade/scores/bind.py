@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -203,15 +203,13 @@ def of_values(score_mod: Any, values: TracedValues | None) -> Any:
 class GuardedScore(NamedTuple):
     """A function whose trace its guards say to be the same."""
 
-    trace: Hashable
-    """what stands for it, for the forms of its tensors and for the numbers that the guards compare"""
-    tensors: list[Tensor]
-    numbers: list[Any]
+    key: Hashable
+    """what stands for the trace, for the forms of its tensors and for the numbers that the guards compare"""
+    numbers: Sequence[Any]
     """the other ones that its Score has now"""
-    inputs: Callable[[Any], tuple[list[Tensor], list[Any]] | None] | None
-    """(function) -> in the first place its tensors, while nothing else may differ; None where that is not known"""
     values: TracedValues
-    """what `of_values` binds the function by"""
+    settled: bool = False
+    """whether the tensors alone may differ while the guards hold"""
 
 
 def guarded(score_mod: Any, q: Tensor) -> GuardedScore | None:
@@ -221,13 +219,12 @@ def guarded(score_mod: Any, q: Tensor) -> GuardedScore | None:
         return None
     trace, (tensors, numbers) = found
     if trace.whole and not trace.counts:
-        return GuardedScore(trace.guards, tensors, [], trace.inputs, TracedValues(trace, tensors, numbers))
+        return GuardedScore(trace.guards, [], TracedValues(trace, tensors, numbers), settled=True)
     if trace.whole:
         check_numbers(numbers, dtype)
-        return GuardedScore(trace.guards, tensors, numbers, None, TracedValues(trace, tensors, numbers))
+        return GuardedScore(trace.guards, numbers, TracedValues(trace, tensors, numbers))
     tensors, numbers = _values(trace.program, tensors, numbers, q.device)
-    values = TracedValues(trace, tensors, numbers)
-    return GuardedScore((trace.guards, *map(_form, tensors)), tensors, numbers, None, values)
+    return GuardedScore((trace.guards, *map(_form, tensors)), numbers, TracedValues(trace, tensors, numbers))
 
 
 def captured(score_mod: Any) -> list[Tensor]:

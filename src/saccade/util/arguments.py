@@ -68,18 +68,19 @@ def flags(**named: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {describe(x)}")
 
 
-def integer(name: str, x: Any, least: int | None = 0) -> int:
-    """
+def integer(name: str, x: Any, least: int | None = 0, otherwise: str = "") -> int:
+    """An integer, of other libraries too; `otherwise` says what else the caller takes.
+
     Raises:
         TypeError: no integer.
         ValueError: one below the least.
     """
     if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
-        raise TypeError(f"{name} must be an integer, got {describe(x)}")
+        raise TypeError(f"{name} must be an integer{otherwise}, got {describe(x)}")
     if type(x).__module__ == "numpy" and getattr(x, "ndim", 0):
-        raise TypeError(f"{name} must be an integer, got a numpy array {x.shape}")
+        raise TypeError(f"{name} must be an integer{otherwise}, got a numpy array {x.shape}")
     if least is not None and x < least:
-        raise ValueError(f"{name} must be an integer from {least} on, got {x}")
+        raise ValueError(f"{name} must be an integer from {least} on{otherwise}, got {x}")
     return cast(int, x if isinstance(x, (int, torch.SymInt)) else x.__index__())  # numpy's
 
 
