@@ -240,3 +240,19 @@ def test_derivatives_of_steep_functions():
     assert max(ratios(attention, "fp32", case, score_mod=steep(1)).values()) <= 1
     found = ratios(changed(score_mod=steep(1.001)), "fp32", case, score_mod=steep(1))
     assert min(found["dq"], found["dk"], found["dscore0"]) > 1
+
+
+@pytest.mark.parametrize(("error", "right"), [(0.0, True), (1e-3, False)])
+def test_scores_of_numbers_that_cancel(error: float, right: bool) -> None:
+    """Their roundings are those of the numbers, far larger than the score."""
+
+    def plus_and_minus(far: float, error: float = 0.0):
+        return lambda s, b, h, q_idx, kv_idx: (s + far) - (far - error)
+
+    def elsewhere(*operands, **keywords):
+        return attention(*operands, **{**keywords, "score_mod": plus_and_minus(1000.7, error)})
+
+    q, k, v = (torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    score = plus_and_minus(1000.1)
+    report = check(q, k, v, score_mod=score, return_max_scores=True, backend="reference", function=elsewhere)
+    assert (report.ratio <= 1) is right

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from saccade import scores
@@ -245,7 +246,10 @@ class CallSlice(NamedTuple):
             moved = (ends - torch.stack([modified, slope])).nan_to_num(0, 0, 0).abs().amax(0) / (eps / 2)
             score_term, slope_term = moved**2
             # A score that is far from zero masks its key, or equals all of its row: a constant, which nothing rounds.
-            score_term = score_term + of_functions * torch.where(modified.abs() < far, modified, 0) ** 2
+            near = modified.abs() < far
+            score_term = score_term + of_functions * torch.where(near, modified, 0) ** 2
+            if isinstance(call.score, ShiftedScore):
+                score_term = score_term + fine * torch.where(near, self._passed_on(score, modified), 0)
             slope_term = slope_term + derivative_term(of_functions, slope, least=1.0)
         score_term = torch.where(p > 0, score_term, 0)  # a score may be -inf
         p_rounded = torch.where(p > 0, p**2 + least, 0)
@@ -327,6 +331,17 @@ class CallSlice(NamedTuple):
             slope = torch.autograd.grad(modified, score, torch.ones_like(modified), allow_unused=True)[0]
         return modified.detach(), torch.zeros_like(score) if slope is None else slope
 
+    def _passed_on(self, score: Tensor, modified: Tensor) -> Tensor:
+        """What one rounding of each number on the way to the modified score does to that score, squared: numbers that
+        cancel leave more than the score's own size tells. A mean over draws of the roundings' signs."""
+        total, function = torch.zeros_like(modified), self._exactly().call.score
+        assert function is not None
+        for seed in range(DRAWS):
+            with torch.no_grad(), _Rounded(seed):
+                moved = function(score, *self.indices())
+            total += ((moved - modified) / _Rounded.STEP).nan_to_num(0, 0, 0) ** 2
+        return total / DRAWS
+
     def indices(self) -> tuple[Tensor, ...]:
         """b, h and the positions of rows and keys, which broadcast to whole score matrices."""
         call = self.call
@@ -371,6 +386,7 @@ def with_gradients(
 
 
 DRAWS = 8
+"""Of random signs, over which squares are averaged."""
 
 
 def captured(score_mod: Any) -> dict[str, Tensor]:
@@ -402,6 +418,23 @@ class _Widened(TorchFunctionMode):
         if name not in _AS_GIVEN and not (name.endswith("_") and not name.endswith("__")):
             args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
         return func(*args, **kwargs or {})
+
+
+class _Rounded(TorchDispatchMode):
+    """Moves each number of float64 that float32 would round, up or down by a relative `STEP`; its bits draw which."""
+
+    STEP = 2.0**-36
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.odd = 0x9E3779B97F4A7C1 + 2 * seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x = func(*args, **kwargs or {})
+        if not isinstance(x, Tensor) or x.dtype != torch.float64 or func.is_view or func._schema.is_mutable:
+            return x
+        sign = ((x.contiguous().view(torch.int64) * self.odd >> 40) & 2) - 1
+        return torch.where(x.float() == x, x, x * (1 + self.STEP * sign))
 
 
 _AS_GIVEN = frozenset(
