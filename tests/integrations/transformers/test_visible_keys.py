@@ -145,6 +145,19 @@ def test_positions_without_their_sequences(utils):
         assert torch.equal(shown(made, 1), expected(whole, None, (9, 9, 0, 0), 1))
 
 
+def test_a_capture_reads_no_values(utils, monkeypatch):
+    """A graph's capture may not wait for the device; meta tensors have nothing to read."""
+    monkeypatch.setattr("saccade.integrations.transformers.mask.capturing", lambda: True)
+    tokens, documents = (
+        torch.ones(2, 8, dtype=torch.bool, device="meta"),
+        torch.zeros(2, 8, dtype=torch.int64, device="meta"),
+    )
+    packed = utils.packed_sequence_mask_function(documents)
+    made = attention_mask_of(2, 8, 8, mask_function=packed, attention_mask=tokens)
+    assert made.padded
+    assert made.mask is not None
+
+
 def test_known_masks_need_no_predicate(utils):
     """Nothing is tested for each pair, and what the host knows is in no tensor."""
     left = torch.tensor(PADDING["left"], dtype=torch.bool)

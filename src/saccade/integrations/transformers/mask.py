@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks
 from saccade.masks import Mask
+from saccade.util.kept_memory import capturing
 
 
 class VisibleKeys(NamedTuple):
@@ -86,7 +87,7 @@ def translated(function: Callable[..., Any], region: Region) -> VisibleKeys:
 def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
     """The keys that a mask (b, n) of tokens has from place's first key on; beyond its end there are none.
 
-    Reads the mask once, to know whether it is one interval in each row; compiled code tests each key instead.
+    Reads the mask once, to know whether it is one interval in each row; compiled and captured code tests each key.
     """
     index = torch.arange(region.s_k, device=attention_mask.device)
     at = index + region.kv_offset
@@ -95,7 +96,7 @@ def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
     start = region.s_k - torch.where(seen, region.s_k - index, 0).amax(-1, keepdim=True)
     stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
     everything = one_interval = False
-    if not torch.compiler.is_compiling():
+    if _readable():
         count = seen.sum(-1, keepdim=True)
         tests = (count == region.s_k).all(), (count == (stop - start).clamp(min=0)).all()
         everything, one_interval = torch.stack(tests).tolist()
@@ -103,6 +104,11 @@ def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
         return VisibleKeys()
     bounds = VisibleKeys(start=start, stop=stop)
     return bounds if one_interval else bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
+
+
+def _readable() -> bool:
+    """Whether the host may read a tensor's values: neither compiled code nor a CUDA graph's capture may."""
+    return not torch.compiler.is_compiling() and not capturing()
 
 
 def _name(function: Any) -> str:
@@ -159,7 +165,7 @@ def _chunks(region: Region, chunk_size: int, left_padding: Tensor) -> VisibleKey
 def _packed(region: Region, packed_sequence_mask: Tensor) -> VisibleKeys | None:
     if not (region.at_the_end and region.s_q == region.s_k):
         return None
-    if not torch.compiler.is_compiling() and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
+    if _readable() and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
         return VisibleKeys()
     return VisibleKeys(masks.documents(packed_sequence_mask))
 
