@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from benchmarks.harness import quantizing
 from saccade.testing.callbacks import USUAL
@@ -189,22 +190,23 @@ def _layer(model: str, b: int, h: int, s: int, d: int, keys: int = 0) -> Models:
     yield model, Case("", b=b, h_q=h, h_k=h, s_q=s, s_k=keys or s, d=d, order="bshd")
 
 
+_WITH_AND_WITHOUT_HOST = [mode + host for host in ("", WITH_HOST) for mode in MODES[:2]]
 Models = Iterator[tuple[str, Case]]
 """The name of a model, and one of its calls: of order bshd, whose operands are views of one projection."""
 
 
 def _prompts() -> Models:
-    """Prompts, and batches of training."""
-    yield from _decoder("llama-1b", "32:8", 64, "1x512 4x2048 1x8192")
-    yield from _decoder("llama-3b", "24:8", 128, "1x2048 4x4096")
-    yield from _decoder("llama-8b", "32:8", 128, "1x512 1x2048 2x4096 1x8192 1x16384")
-    yield from _decoder("llama-70b-tp8", "8:1", 128, "1x2048 4x4096 1x8192")
+    """Prompts, and batches of training; of each model the most usual one first."""
+    yield from _decoder("llama-1b", "32:8", 64, "4x2048 1x8192 1x512")
+    yield from _decoder("llama-3b", "24:8", 128, "4x4096 1x2048")
+    yield from _decoder("llama-8b", "32:8", 128, "2x4096 1x8192 1x2048 1x512 1x16384")
+    yield from _decoder("llama-70b-tp8", "8:1", 128, "4x4096 1x8192 1x2048")
     yield from _decoder("qwen3-30b", "32:4", 128, "4x2048 2x4096")
     yield from _decoder("gemma3-4b", "8:4", 256, "4x2048 1x8192")
     yield from _decoder("gemma3-4b", "8:4", 256, "4x2048 1x8192", "window(1023,0)")
     yield from _decoder("gpt-oss", "64:8", 64, "1x4096 1x8192", sink=True)
     yield from _decoder("gpt-oss", "64:8", 64, "1x4096 1x8192", "window(127,0)", sink=True)
-    yield from _decoder("deepseek-v3-tp8", "16:16", 192, "4x1024 1x4096 2x4096", d_v=128)
+    yield from _decoder("deepseek-v3-tp8", "16:16", 192, "1x4096 4x1024 2x4096", d_v=128)
     yield from _decoder("phi3-mini", "32:32", 96, "4x2048 1x4096")
     yield from _decoder("gpt2", "12:12", 64, "16x1024")
     yield from _decoder("gpt2-xl", "25:25", 64, "8x1024")
@@ -218,17 +220,23 @@ def _prompts() -> Models:
 
 
 def _tokens_over_caches() -> Models:
-    for b, s in ((1, 2048), (8, 8192), (64, 4096)):
+    for b, s in ((64, 4096), (8, 8192), (1, 2048)):
         yield "llama-8b", paged(b, s)
-    for b, s in ((8, 8192), (64, 4096)):
+    for b, s in ((64, 4096), (8, 8192)):
         yield "llama-70b-tp8", paged(b, s, h_q=8).replace(h_k=1)
     yield "qwen3-30b", paged(64, 4096).replace(h_k=4)
-    for b, s in ((8, 8192), (128, 4096)):
+    for b, s in ((128, 4096), (8, 8192)):
         yield "deepseek-v3-tp8", latent(b, s, 16)
 
 
-def _of_models(calls: Models, *modes: str) -> tuple[Cell, ...]:
-    return _cells((case.replace(name=f"{model} {named(case).name}") for model, case in calls), *modes)
+def _of_models() -> Iterator[Cell]:
+    """The first prompt and the first cache of each model, then the second ones, and so on."""
+    calls: dict[tuple[str, str], list[Case]] = {}
+    for model, case in (*_prompts(), *_tokens_over_caches()):
+        calls.setdefault((model, case.order), []).append(case.replace(name=f"{model} {named(case).name}"))
+    for one_of_each in zip_longest(*calls.values()):
+        for case in filter(None, one_of_each):
+            yield from _cells([case], *(["decode"] if case.order == "paged" else _WITH_AND_WITHOUT_HOST))
 
 
 _GRID = [
@@ -333,10 +341,7 @@ _FIRST = [_tokens(128, 2048, "causal").replace(score=score) for score in ("none"
 
 GRIDS = {
     "models": BenchGrid(
-        (
-            *_of_models(_prompts(), *(mode + host for host in ("", WITH_HOST) for mode in MODES[:2])),
-            *_of_models(_tokens_over_caches(), "decode"),
-        ),
+        tuple(_of_models()),
         ("auto", "fa3", "fa4", "sdpa", "sdpa-cudnn", "flex"),
         "language, vision and diffusion models: training, prompts, new tokens; kernels alone, and with the host",
     ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from saccade.call.spec import TORCH_DTYPES
-from saccade.layouts import Paged
+from saccade.layouts import Dense, Paged
 from saccade.testing import paged
 from saccade.testing.cases import Case, Inputs
 
@@ -20,24 +20,30 @@ def inputs_of(case: Case, device: torch.device) -> Inputs:
     """The Case's tensors; its sink rounded to bfloat16, since some peers take nothing finer."""
     if case.order == "paged":
         return paged_inputs(case, device)
-    inputs = case.inputs(device)
-    if case.order == "bshd" and case.used == "all":
-        inputs = projected(inputs)
+    inputs = projected(case, device) if case.order == "bshd" and case.used == "all" else case.inputs(device)
     if "sink" not in inputs.keywords:
         return inputs
     sink = inputs.keywords["sink"].detach()
     return replace(inputs, keywords=inputs.keywords | {"sink": sink.bfloat16().to(sink.dtype)})
 
 
-def projected(inputs: Inputs) -> Inputs:
+def projected(case: Case, device: torch.device) -> Inputs:
     """q, k and v (b, s, h, d) as views of what one projection makes of a row, as models have them: of a text's keys
-    their own, as its rows are others."""
-    names = ("q", "k", "v") if inputs.q.shape[1] == inputs.k.shape[1] else ("k", "v")
-    given = {name: getattr(inputs, name) for name in names}
-    widths = [x.shape[2] * x.shape[3] for x in given.values()]
-    rows = torch.cat([x.flatten(2) for x in given.values()], 2).split(widths, 2)
-    made = zip(given.items(), rows, strict=True)
-    return replace(inputs, **{name: x.unflatten(2, old.shape[2:]) for (name, old), x in made})
+    their own, as its rows are others. Drawn on the device."""
+    generator, on_device = torch.Generator().manual_seed(0), torch.Generator(device).manual_seed(0)
+
+    def rows(s: int, *operands: tuple[int, int]) -> list[Tensor]:
+        """So many heads of so many columns each."""
+        widths = [h * d for h, d in operands]
+        x = torch.empty(case.b, s, sum(widths), device=device, dtype=TORCH_DTYPES[case.dtype])
+        parts = x.normal_(generator=on_device).split(widths, 2)
+        return [part.unflatten(2, operand) for part, operand in zip(parts, operands, strict=True)]
+
+    q, k, v = (case.h_q, case.d), (case.h_k, case.d), (case.h_k, case.d_v)
+    given = rows(case.s_q, q, k, v) if case.s_q == case.s_k else [*rows(case.s_q, q), *rows(case.s_k, k, v)]
+    (dout,) = rows(case.s_q, (case.h_q, case.d_v))
+    sink = torch.randn(case.h_q, generator=generator)
+    return Inputs(*given, dout, dout.new_empty(0), case.keywords(generator, device, Dense(case.order), sink))
 
 
 def shared_pages(case: Case) -> int:

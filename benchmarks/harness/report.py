@@ -15,8 +15,8 @@ timed most of them. Speed-ups have a line for each kind of call and peer:
     <!-- /speedups -->
 
 A line names the calls, then what it selects: the cells of a grid, one provider of saccade's, the peers, and as many
-fields of a BenchRow as it needs. A figure is of the newest run of each cell that timed both. Both write everything
-between two markers.
+fields of a BenchRow as it needs. A figure is of the newest run of each cell that timed both; the peer `best` is the
+fastest one of each cell. Both write everything between two markers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.harness.grids import WITH_HOST
 from benchmarks.harness.rows import BenchRow, geometric_mean, latest, parsed, read, selected
 
 RESULTS = Path("benchmarks/results")
@@ -41,6 +42,7 @@ _SHAPE = (
 _SAME = {"h_k": "h_q", "d_v": "d", "s_k": "s_q"}
 """Columns that are omitted where they equal another."""
 _SPEEDUPS = re.compile(r"(<!-- speedups\n(?P<lines>.*?)-->\n)(.*?)(<!-- /speedups -->)", re.DOTALL)
+BEST = "best"
 PEERS = {
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
@@ -51,6 +53,7 @@ PEERS = {
     "flex": "compiled FlexAttention",
     "torch-varlen": "PyTorch's `varlen_attn`",
     "sdpa-padded": "SDPA on a padded batch",
+    BEST: "the fastest peer",
 }
 """Providers as people call them."""
 
@@ -107,6 +110,10 @@ class Pair(NamedTuple):
     """The peer's time over saccade's: above 1 is faster."""
     file: Path
 
+    @property
+    def is_backward(self) -> bool:
+        return self.mode.removesuffix(WITH_HOST) == "backward"
+
 
 def speedup_table(lines: str, results: Path, page: Path) -> str:
     """Markdown: geometric means, with the least and the largest, and links from `page` to the rows.
@@ -126,8 +133,8 @@ def speedup_table(lines: str, results: Path, page: Path) -> str:
             pairs = list(_pairs(folder, wanted, own, peer))
             if not pairs:
                 raise ValueError(f"no rows of {own} beside {peer} for {line!r}")
-            forward = [pair.ratio for pair in pairs if pair.mode != "backward"]
-            backward = [pair.ratio for pair in pairs if pair.mode == "backward"]
+            forward = [pair.ratio for pair in pairs if not pair.is_backward]
+            backward = [pair.ratio for pair in pairs if pair.is_backward]
             files = Counter(pair.file for pair in pairs)
             links = ", ".join(f"[{n}]({_link(file, page)})" for file, n in sorted(files.items()))
             found.append([label, PEERS.get(peer, peer), _mean(forward), _mean(backward), links])
@@ -148,7 +155,9 @@ def _pairs(folder: Path, query: dict[str, list[str]], own: str, peer: str) -> It
         times.setdefault(row.cell, {})[row.provider] = row
     for cell, by_provider in times.items():
         ours, theirs = by_provider.get(own), by_provider.get(peer)
-        if ours and theirs and ours.ms and theirs.ms:
+        if peer == BEST and ours and ours.ratio:
+            yield Pair(cell[1], ours.ratio, files[ours.run])
+        elif ours and theirs and ours.ms and theirs.ms:
             yield Pair(cell[1], theirs.ms / ours.ms, files[ours.run])
 
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness import quantizing, timing
 from benchmarks.harness.cost import Cost
 from benchmarks.harness.first_call import first_call
-from benchmarks.harness.grids import Cell
+from benchmarks.harness.grids import WITH_HOST, Cell
 from benchmarks.harness.inputs import inputs_of
 from benchmarks.harness.machine import Run
 from benchmarks.harness.providers import CEILINGS, Prepared, Provider
@@ -26,6 +26,8 @@ from saccade.testing.cases import Case, Inputs
 from saccade.testing.timing import Clock, described, measure
 
 Tell = Callable[[str], None]
+Verifiers = dict[str, Verifier | BytesVerifier]
+"""Of one Case, by mode: the answer is the same with the host's time."""
 
 
 class DeviceLost(RuntimeError):
@@ -62,20 +64,20 @@ def run(bench: Bench, cells: Iterable[Cell]) -> Iterator[list[BenchRow]]:
     Raises:
         DeviceLost: the device is lost, after the rows of all earlier Cells.
     """
-    last: tuple[Case, Inputs] | None = None
+    last: tuple[Case, Inputs, Verifiers] | None = None
     for cell in cells:
         if last is None or last[0] != cell.case:  # consecutive modes share the inputs
             last = None
             bench.tell(f"{cell}: inputs")
             try:
-                last = cell.case, inputs_of(cell.case, bench.device)
+                last = cell.case, inputs_of(cell.case, bench.device), {}
             except Exception as problem:  # most likely memory
                 table = _CellTable(bench, cell, "")
                 for name in table.rows:
                     table.failed(name, f"no inputs: {described(problem)}")
                 yield list(table.rows.values())
                 continue
-        yield _rows(bench, cell, last[1])
+        yield _rows(bench, cell, *last[1:])
         _forget(bench.device)
 
 
@@ -84,13 +86,13 @@ def spec_of(cell: Cell, inputs: Inputs) -> str:
     return str(explain(inputs.q, inputs.k, inputs.v, deterministic=cell.deterministic, **inputs.keywords).spec)
 
 
-def _rows(bench: Bench, cell: Cell, inputs: Inputs) -> list[BenchRow]:
+def _rows(bench: Bench, cell: Cell, inputs: Inputs, verifiers: Verifiers) -> list[BenchRow]:
     table = _CellTable(bench, cell, spec_of(cell, inputs))
     try:
         if cell.in_new_process:
             _time_first_calls(table, inputs)
         else:
-            _time(table, _ready(table, inputs), inputs)
+            _time(table, _ready(table, inputs, verifiers), inputs)
     except DeviceLost as lost:
         lost.rows = list(table.rows.values())
         raise
@@ -136,18 +138,20 @@ class _CellTable:
                 self.failed(provider.name, reason)
 
 
-def _ready(table: _CellTable, inputs: Inputs) -> dict[str, Prepared]:
+def _ready(table: _CellTable, inputs: Inputs, verifiers: Verifiers) -> dict[str, Prepared]:
     """The calls of the providers that support the Cell and are right."""
-    bench, cell, verifier = table.bench, table.cell, None
-    if bench.check:
+    bench, cell = table.bench, table.cell
+    question = cell.mode.removesuffix(WITH_HOST)
+    if bench.check and question not in verifiers:
         bench.tell(f"{cell}: exact answer")
         try:
-            verifier = BytesVerifier(cell.mode, inputs) if cell.call == "quantize" else Verifier(cell, inputs)
+            quantizes = cell.call == "quantize"
+            verifiers[question] = BytesVerifier(cell.mode, inputs) if quantizes else Verifier(cell, inputs)
         except Exception as problem:  # most likely memory
             for name in table.rows:
                 table.failed(name, f"not checked, so not timed: the oracle failed: {described(problem)}")
             return {}
-    ready: dict[str, Prepared] = {}
+    verifier, ready = verifiers.get(question), dict[str, Prepared]()
     for provider in table.supported(inputs):
         name = provider.name
         try:

@@ -155,6 +155,25 @@ def test_speedups_are_of_both_in_one_run(updated, results):
 
 
 @pytest.mark.usefixtures("_grid")
+def test_speedups_over_the_fastest_peer_with_the_host(updated, results):
+    cell = next(iter(rows.GRIDS["tiny"].cells))
+    timed = [
+        made("saccade-triton", 1.0, "saccade", cell),
+        made("fa3", 3.0, "peer", cell),
+        made("fa4", 2.0, "peer", cell),
+    ]
+    modes = {"forward+host": 1, "backward+host": 2}
+    for mode, times in modes.items():
+        of_mode = [replace(row, mode=mode, ms=row.ms * (times if row.role == "peer" else 1)) for row in timed]
+        rows.append(results / "h200" / "b.jsonl", rows.with_ratios(of_mode))
+    line = SPEEDUPS.replace("grid=tiny", "mode=forward+host|backward+host").replace("fa3", "best")
+    expected = (
+        "| All calls | the fastest peer | 2.00 (2.00–2.00) | 4.00 (4.00–4.00) | [2](benchmarks/results/h200/b.jsonl) |"
+    )
+    assert expected in updated(line)
+
+
+@pytest.mark.usefixtures("_grid")
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [("fa3", "fa4", "no rows of saccade-triton beside fa4"), (": ", "", "is not"), ("own", "colour", "colour")],
