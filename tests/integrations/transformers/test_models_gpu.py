@@ -205,6 +205,8 @@ def test_continuous_batching(name: str, level: int) -> None:
     torch._dynamo.reset()
     options = {"num_blocks": 64, "max_batch_tokens": 128, "max_requests_per_batch": 8, "default_compile_level": level}
     options |= dict.fromkeys(("page_size", "block_size"), 32)  # one name for it in newer versions, one in older ones
+    if name == "gpt_oss":  # transformers' loop over its experts reads which are hit, which no capture may
+        options["use_cuda_graph"] = False
     config = transformers.ContinuousBatchingConfig
     taken = inspect.signature(config).parameters
     results = model.generate_batch(
