@@ -57,11 +57,16 @@ def _module(name: str) -> Any:
     return import_module(name)
 
 
+def _devices() -> None:
+    """Megatron and TransformerEngine ask CUDA where they are."""
+    if DEVICE == "cpu":
+        torch.cuda.current_device = lambda: "cpu"
+
+
 def megatron() -> Iterator[Made]:
     """GPTModel of Megatron-core by its local layers, whose attention is unfused: in float32, and in bfloat16."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
-    if DEVICE == "cpu":  # which Megatron asks of CUDA, and keeps random numbers of dropout for
-        torch.cuda.current_device = lambda: "cpu"
+    _devices()
     parallel_state, random, gpt, specs, transformer = (
         _module(f"megatron.core.{x}")
         for x in (
@@ -218,6 +223,7 @@ class _Here(TorchFunctionMode):
 
 def transformer_engine() -> Iterator[Made]:
     """DotProductAttention beside TransformerEngine's UnfusedDotProductAttention, whose code calls nothing compiled."""
+    _devices()
     os.environ |= {"NVTE_PROJECT_BUILDING": "1", "NVTE_MASKED_SOFTMAX_FUSION": "0"}
     compiled = MagicMock(__spec__=None)
     for name, members in {
