@@ -57,6 +57,11 @@ class MLABackend(_mla.MLACommonBackend):
         return True
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The rows of a tile on Hopper, which one copy then brings."""
+        return max(64, default_block_size)
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
