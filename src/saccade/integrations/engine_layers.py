@@ -64,6 +64,8 @@ def differences(own: type, base: type) -> Iterator[str]:
         theirs = getattr(base, name, None)
         if theirs is None or not callable(getattr(own, name)) or isinstance(mine, type):
             continue
+        if any(x.kind == x.VAR_KEYWORD for x in inspect.signature(getattr(own, name)).parameters.values()):
+            continue  # it passes on what it is given
         known, given = _parameters(getattr(own, name)), _parameters(theirs)
         if strange := [word for word in given if word not in known]:
             yield f"{base.__name__}.{name} has {', '.join(strange)}"

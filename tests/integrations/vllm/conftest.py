@@ -12,31 +12,42 @@ import pytest
 import torch
 
 INSTALLED = find_spec("vllm") is not None
-OURS = "saccade.integrations.vllm.backend"
-MODULES = "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"
+OURS, LATENTS = "saccade.integrations.vllm.backend", "saccade.integrations.vllm.mla"
+PREFILL = "vllm.v1.attention.backends.mla.prefill"
+STUBBED = (
+    "vllm.config", "vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", f"{PREFILL}.base",
+    f"{PREFILL}.registry", "vllm.model_executor.layers.attention.mla_attention",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="package", params=["vllm" if INSTALLED else "stub"])
 def vllm(request):
-    """`ours`: the module of our classes; `theirs`: vLLM's; `registry`."""
+    """`ours`: the module of our classes; `latents`: that of latent attention; `theirs`: vLLM's; `registry`."""
     if INSTALLED:
         theirs = import_module("vllm.v1.attention.backend")
         registry = import_module("vllm.v1.attention.backends.registry")
-        yield SimpleNamespace(ours=import_module(OURS), theirs=theirs, registry=registry)
+        import_module("vllm.config")
+        yield SimpleNamespace(
+            ours=import_module(OURS), latents=import_module(LATENTS), theirs=theirs, registry=registry
+        )
         return
     stub, envs = ModuleType("vllm.v1.attention.backend"), ModuleType("vllm.envs")
     vars(envs)["VLLM_BATCH_INVARIANT"] = False
-    sys.modules.pop(OURS, None)  # an empty one, where pytest looked for examples in it and could not import it
+    for name in (OURS, LATENTS):
+        sys.modules.pop(name, None)  # an empty one, where pytest looked for examples in it and could not import it
     with pytest.MonkeyPatch.context() as patch:
-        for name in MODULES:
-            patch.setitem(sys.modules, name, ModuleType(name))
-        for name in ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry"):
+        for name in STUBBED:
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                patch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        for name in STUBBED:
             patch.setitem(sys.modules, name, stub)
         patch.setitem(sys.modules, "vllm.envs", envs)
         path = Path(__file__).parent / "vllm_stub.py"
         exec(compile(path.read_text(), path, "exec"), vars(stub))
-        yield SimpleNamespace(ours=import_module(OURS), theirs=stub, registry=stub)
-    sys.modules.pop(OURS, None)
+        yield SimpleNamespace(ours=import_module(OURS), latents=import_module(LATENTS), theirs=stub, registry=stub)
+    for name in (OURS, LATENTS):
+        sys.modules.pop(name, None)
 
 
 class Layer:

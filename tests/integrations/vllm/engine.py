@@ -21,17 +21,26 @@ os.environ |= {
 
 import torch
 
-from saccade.integrations.vllm import BACKEND
+from saccade.integrations.vllm import BACKEND, PREFILL
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
+    "v_head_dim": 32, "head_dim": 64, "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+PLAIN: dict[str, Any] = {"compilation_config": {"custom_ops": ["none"]}}
+"""Without vLLM's rotary kernel for CPUs, which is wrong for float32 where queries are columns of a wider tensor."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {"block_size": 16}),
     "drafts": ("llama", {}, {"block_size": 32, "speculative_config": DRAFTS}),
     "windows": ("mistral", {"sliding_window": 24}, {"block_size": 64}),
+    "latents": ("deepseek_v3", LATENTS, {"block_size": 16} | PLAIN),
+    "latent drafts": ("deepseek_v3", LATENTS, {"block_size": 32, "speculative_config": DRAFTS} | PLAIN),
     "caps": ("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0}, {"block_size": 16}),
 }
 """transformers' name of a model, and what changes its configuration and the engine's."""
@@ -52,7 +61,11 @@ def model_of(case: str, folder: str) -> Any:
 
 def engine_of(case: str, folder: str) -> Any:
     registry: Any = import_module("vllm.v1.attention.backends.registry")
-    registry.register_backend(registry.AttentionBackendEnum.CPU_ATTN, BACKEND)  # on a CPU vLLM takes no other name
+    prompts: Any = import_module("vllm.v1.attention.backends.mla.prefill.registry")
+    torch.cpu._is_amx_tile_supported = lambda: True  # or vLLM has neither chunks nor cached prefixes for latents
+    for name in ("CPU_ATTN", "AMX_MLA"):  # on a CPU vLLM takes no other names
+        registry.register_backend(registry.AttentionBackendEnum[name], BACKEND)
+    prompts.register_mla_prefill_backend(prompts.MLAPrefillBackendEnum.CPU, PREFILL)
     vllm: Any = import_module("vllm")
     return vllm.LLM(
         folder,

@@ -42,7 +42,8 @@ def test_custom_is_ours(vllm, found, caplog):
     custom = vllm.registry.AttentionBackendEnum.CUSTOM
     for _ in range(2):
         integration.plugin()
-        assert custom.get_path() == integration.BACKEND == "saccade.integrations.vllm.backend.VLLMBackend"
+        assert custom.get_path() == integration.BACKEND == "saccade.integrations.vllm.Backend"
+    assert integration.Backend is vllm.ours.VLLMBackend
     assert not caplog.records
     assert vllm.ours.VLLMBackend.get_name() == custom.name
 

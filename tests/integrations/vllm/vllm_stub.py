@@ -120,3 +120,59 @@ OVERRIDES = {}
 
 def register_backend(backend, class_path=None, is_mamba=False):
     OVERRIDES[backend] = class_path
+
+
+class MLAPrefillBackendEnum(enum.Enum):
+    CUSTOM = None
+
+
+PREFILL_OVERRIDES = {}
+
+
+def register_mla_prefill_backend(backend, class_path=None):
+    PREFILL_OVERRIDES[backend] = class_path
+
+
+def get_current_vllm_config_or_none(): ...
+
+
+class QueryLenSupport(enum.Enum):
+    UNIFORM = "uniform"
+
+
+class MLACommonBackend(AttentionBackend): ...
+
+
+@dataclass
+class MLACommonDecodeMetadata:
+    block_table: Any
+    seq_lens: Any
+    dcp_tot_seq_lens: Any
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder):
+    def _build_decode(
+        self, block_table_tensor, seq_lens_device, max_seq_len, query_start_loc_cpu, query_start_loc_device,
+        num_decode_tokens, max_query_len, dcp_tot_seq_lens_device,
+    ):  # fmt: skip
+        return MLACommonDecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device)
+
+
+class MLACommonImpl:
+    def __init__(
+        self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
+        attn_type, kv_sharing_target_layer_name, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim,
+        qk_head_dim, v_head_dim, kv_b_proj, indexer=None, q_pad_num_heads=None,
+    ): ...  # fmt: skip
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): ...
+
+    def do_kv_cache_update(
+        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+    ): ...
+
+
+class MLAPrefillBackend:
+    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None): ...
+
+    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...

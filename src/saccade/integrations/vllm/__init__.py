@@ -3,6 +3,9 @@
     vllm serve MODEL --attention-backend CUSTOM
 
 vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Nothing imports vLLM before that.
+For models of latent attention (MLA) the same name stands for other classes, and prompts have a second one:
+
+    vllm serve MODEL --attention-backend CUSTOM --attention-config.mla_prefill_backend CUSTOM
 
 Source: https://docs.vllm.ai/en/latest/design/plugin_system/ (vLLM 0.33.0).
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
+from typing import Any
 
 from saccade.integrations.engine_layers import registering
 
@@ -18,7 +22,9 @@ __all__ = ["BACKEND", "TESTED", "plugin", "register"]
 
 TESTED = ("0.33.0",)
 """Releases of vLLM that the tests ran with."""
-BACKEND = "saccade.integrations.vllm.backend.VLLMBackend"
+BACKEND = "saccade.integrations.vllm.Backend"
+"""The class that vLLM finds under this name is `backend.VLLMBackend`, or `mla.MLABackend` for a model of latents."""
+PREFILL = "saccade.integrations.vllm.mla.MLAPrefill"
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +40,18 @@ def register() -> None:
     with registering("vllm", "vLLM", TESTED, _log):
         registry = import_module("vllm.v1.attention.backends.registry")
         registry.register_backend(registry.AttentionBackendEnum.CUSTOM, BACKEND)
+        prompts = import_module("vllm.v1.attention.backends.mla.prefill.registry")
+        prompts.register_mla_prefill_backend(prompts.MLAPrefillBackendEnum.CUSTOM, PREFILL)
+
+
+def __getattr__(name: str) -> Any:
+    """`Backend`, for the model that vLLM is about to make."""
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    config = import_module("vllm.config").get_current_vllm_config_or_none()
+    if config is not None and config.model_config is not None and config.model_config.use_mla:
+        return import_module("saccade.integrations.vllm.mla").MLABackend
+    return import_module("saccade.integrations.vllm.backend").VLLMBackend
 
 
 def plugin() -> None:

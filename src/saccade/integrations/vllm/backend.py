@@ -100,15 +100,21 @@ class VLLMBackend(_vllm.AttentionBackend):
         eight_bits = cached in EIGHT_BITS
         if not eight_bits and cached not in (None, dtype):
             return f"saccade needs a cache of the model's dtype {dtype} or of 8 bits, not {kv_cache_dtype}"
-        if device_capability is None or torch.version.hip is not None or dtype not in DTYPES:
-            return None  # no name of a device that a Spec has
-        device = f"sm{device_capability.major}{device_capability.minor}"
-        layer: dict[str, Any] = {"layout": "paged", "mask": "causal", "sink": has_sink, "aligned": True}
+        layer: dict[str, Any] = {"mask": "causal", "sink": has_sink}
         if cached is not None and eight_bits:
             layer |= {"kv": DTYPES[cached], "aligned": head_size % 16 == 0}
-        spec = Spec(DTYPES[dtype], head_size, device=device, **layer)
-        reasons = {name: dispatch.Plan(spec, name).module.SUPPORT.reasons(spec) for name in dispatch.BACKENDS}
-        return dispatch.refusal(spec, reasons) if all(reasons.values()) else None
+        return refusal(dtype, head_size, device_capability, **layer)
+
+
+def refusal(dtype: torch.dtype, d: int, device_capability: Any, **layer: Any) -> str | None:
+    """Why no kernel runs layers over pages, one line for each backend; None where one does, or where vLLM names no
+    device that a Spec knows."""
+    if device_capability is None or torch.version.hip is not None or dtype not in DTYPES:
+        return None
+    device = f"sm{device_capability.major}{device_capability.minor}"
+    spec = Spec(DTYPES[dtype], d, layout="paged", device=device, **{"aligned": True} | layer)
+    reasons = {name: dispatch.Plan(spec, name).module.SUPPORT.reasons(spec) for name in dispatch.BACKENDS}
+    return dispatch.refusal(spec, reasons) if all(reasons.values()) else None
 
 
 @dataclass
