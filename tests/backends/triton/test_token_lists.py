@@ -23,7 +23,7 @@ def listed(s_q=3, n=70, s_k=80, b=B, **keywords):
 
 
 CASES = {
-    "two tiles of keys": (lambda: operands(), lambda: {"mask": listed()}),
+    "two tiles of keys": (operands, lambda: {"mask": listed()}),
     "many heads": (lambda: operands(130, 2), lambda: {"mask": listed(2), "sink": torch.randn(130)}),
     "lengths": (lambda: operands(20), lambda: {"mask": listed(lengths=torch.randint(0, 71, (B, 1, 3)))}),
     "two key heads": (lambda: operands(6, h_k=2), lambda: {"mask": listed(b=1), "score_mod": softcap(3.0)}),
