@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, Unsupported, attention, causal, interval, merge, softcap, window
+from saccade import Dense, Packed, Paged, Unsupported, attention, causal, interval, merge, selected, softcap, window
 from tests.support.devices import CPU, EMULATOR, GLUON, INTERPRETER, TRITON, every_head_dim, on
 from tests.support.non_finite import (
     BREAKS,
@@ -145,6 +145,52 @@ def test_a_sink_of_nan_beside_rows_without_keys(backend):
     *others, dsink = torch.autograd.grad(out.sum() + lse.sum(), [q, k, v, sink])
     assert not any(x.any() for x in others)
     assert bool(dsink.isnan().all())
+
+
+def test_rows_without_keys_beside_a_sink_and_a_key_of_nan():
+    q, k, v = (x.requires_grad_() for x in operands(torch.float32))
+    with torch.no_grad():
+        k[:, :, 0], v[:, :, 0] = math.nan, math.nan
+    stop = torch.arange(9)[None] % 2 * 3  # every second row sees three keys
+    for mask in (interval(0, stop), selected(torch.where(stop > 0, 0, -1)[:, None, :, None])):
+        out = attention(q, k, v, sink=torch.randn(q.shape[1]), mask=mask)
+        assert not out[:, :, ::2].any()
+        (dq,) = torch.autograd.grad(out[:, :, ::2].sum(), [q])
+        assert not dq[:, :, ::2].any()
+
+
+@on(CPU, INTERPRETER, EMULATOR, GLUON, TRITON)
+def test_rows_without_keys_beside_others_and_a_sink_of_nan(device):
+    none, keys = (130, 200) if device.type == "cuda" else (19, 11)
+    q, k, v = (x.requires_grad_() for x in device.operands(s_q=none + keys, s_k=keys))
+    sink = torch.full((q.shape[1],), math.nan, device=device.type)
+    out, lse = attention(q, k, v, sink=sink, mask=causal(), backend=device.backend, return_lse=True)
+    assert not out[:, :, :none].any()
+    assert bool(out[:, :, none:].isnan().all())
+    assert bool(lse.isnan().all())
+    (dq,) = torch.autograd.grad(out.sum() + lse.sum(), [q])
+    assert not dq[:, :, :none].any()
+    assert bool(dq[:, :, none:].isnan().all())
+
+
+@on(CPU, INTERPRETER, EMULATOR, GLUON, TRITON)
+def test_rows_without_keys_beside_a_sink_of_nan_over_pages(device):
+    """The first sequence has keys for its last rows, and the second for none."""
+    cache = device.randn(2, 5, 16, 2, device.d)
+    table = torch.tensor([[1, 0, 3], [1, 2, 4]], device=device.type, dtype=torch.int32)
+    used = torch.tensor([37, 0], device=device.type, dtype=torch.int32)
+    rows = 40 if device.type == "cpu" or device.backend == "triton" else 1200
+    q, sink = device.randn(2, rows, 4, device.d), torch.full((4,), math.nan, device=device.type)
+    for splits in (None,) if device.backend == "gluon" else (None, 1, 3):
+        layout = Paged(table, used, num_splits=splits)
+        for mask in (causal(), None):
+            keywords = {"layout": layout, "sink": sink, "mask": mask, "backend": device.backend, "return_lse": True}
+            out, lse = attention(q, *cache, **keywords)
+            none = rows - 37 if mask is not None else 0
+            assert not out[0, :none].any()
+            assert not out[1].any()
+            assert bool(out[0, none:].isnan().all())
+            assert bool(lse.isnan().all())
 
 
 @pytest.mark.parametrize("where", ["dense", "packed", "paged"])

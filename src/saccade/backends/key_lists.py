@@ -155,6 +155,14 @@ def row_lists_obstacle(call: Call) -> str | None:
     return None if rows_apart(call.k.transpose(1, 2)) is not None else "keys whose batch rows are whole rows apart"
 
 
+def tokens_of_rows(call: Call, gradient: bool = False) -> bool:
+    """Whether the portable kernels gather the keys that each row of latents lists, for all of its heads."""
+    wide = call.latent and call.q.shape[3] > 256 and call.q.dtype.itemsize == 2 and call.dropout is None
+    if not wide or call.layout.has_pages or row_lists_obstacle(call) is not None:
+        return False
+    return not gradient or call.score is None or not call.score.tensors
+
+
 def _lists(masks: Iterable[Mask]) -> list[Selected]:
     return [mask for mask in masks if isinstance(mask, Selected)]
 
@@ -178,7 +186,8 @@ def explanation(call: Call, backend: str) -> str | None:
         whole = "too" if gathers(call, gradient=True) else "by a table of bits"
         text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
         return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
-    if backend == "gluon" and call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None:
+    latent = call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
+    if (backend == "gluon" and latent) or (backend == "triton" and tokens_of_rows(call)):
         return "lists of keys: each call makes slots of them, 4 bytes an entry, and a program gathers those of a row"
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:

@@ -309,8 +309,13 @@ class _Backward:
         delta = worker.queries(self.delta[..., None], tile, worker.inside) / self.rescale
         shift, share = self._shift(worker, tile, k)
         dq = torch.zeros_like(q, dtype=worker.inside)
+        none = worker.queries(self.saved.lse[..., None], tile, worker.inside) == -torch.inf
+        if self.call.sink is not None:  # which the LSE of a row without keys is
+            none = torch.ones_like(none)
         for piece in pieces:
             score, modification = worker.score(q_of_score, k, piece, derivative=True)
+            if self.call.sink is not None:
+                none &= score.amax(-1, keepdim=True) == -torch.inf
             p = exp_less(score, shift)
             if share is not None:
                 p.mul_(share)
@@ -328,7 +333,7 @@ class _Backward:
             # Of several pieces each would be rounded, and their sum again.
             ds, multiply = (rounded, product) if len(pieces) == 1 else (ds, wide_product)
             dq += multiply(ds, k_of_dq[:, piece.keys], self.call.scale * self.rescale)
-        if bool((none := worker.queries(self.saved.lse[..., None], tile, worker.inside) == -torch.inf).any()):
+        if bool(none.any()):
             dq.masked_fill_(none, 0)
         worker.store(self.dq, dq, tile)
 

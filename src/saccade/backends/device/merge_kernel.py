@@ -67,6 +67,9 @@ def merge_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - top[:, None]), 1)
     empty = total == 0
+    # Parts whose LSE is NaN alone: what they hold is NaN, or zero where no part has a key and the sink is NaN.
+    alone = (total != total) & (tl.max(tl.where(lses == lses, lses, float("-inf")), 1) == float("-inf"))
+    divisor = tl.where(empty | alone, 1.0, total)
     total = tl.where(empty, 1.0, total)
     # [BLOCK_DV]
     column = tl.arange(0, BLOCK_DV)
@@ -78,12 +81,13 @@ def merge_kernel(
         part = number * rows.to(tl.int64) + offset[:, None]
         found = tl.load(part_lse + part, mask=known[:, None] & (number < splits), other=float("-inf"))
         weight = tl.exp(finite(found) - top[:, None])
+        weight = tl.where(alone[:, None] & (found != found), 1.0, weight)
         # [ROWS, CHUNK, BLOCK_DV]
         mask = (weight != 0)[:, :, None] & (column < D_V)[None, None, :]
         values = tl.load(parts + part[:, :, None] * D_V + column[None, None, :], mask=mask, other=0.0)
         acc += values * weight[:, :, None]
     # [ROWS, BLOCK_DV]
-    merged = tl.sum(acc, 1) / total[:, None]
+    merged = tl.sum(acc, 1) / divisor[:, None]
     h = offset % h_q
     row = offset // h_q % s_q
     batch = offset // h_q // s_q

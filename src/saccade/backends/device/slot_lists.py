@@ -115,16 +115,44 @@ class SlotLists(NamedTuple):
         all_rows = len(self.used) // -(-self.length // self.rows) * self.length if self.length else 0
         target = self.table if members is None else members
         n, rows = target.shape[1], tl.constexpr(self.rows)
-        chunk = min(CHUNK, max(32, 1 << (lists.lists.shape[-1] * lists.keys - 1).bit_length()))
-        launch = cached_launch(
-            launches, "slots", lambda: Launch(slots_kernel, (all_rows, 1, 1), (chunk, rows), max(1, chunk // 256))
-        )
-        yield launch, (target, self.used, *records, n, s_q, self.length, step, size, s_k)
+        launch = _slots_launch(launches, all_rows, lists, rows)
+        yield launch, (target, self.used, *records, n, 1, s_q, self.length, step, size, s_k)
         if members is not None:
             launch = cached_launch(
                 launches, "slots of groups", lambda: Launch(groups_kernel, (len(self.used), 1, 1), (CHUNK, rows), 8)
             )
             yield launch, (self.table, self.used, members, n, self.table.shape[1])
+
+
+def keys_of_rows(call: Call, launches: Launches) -> tuple[Tensor, Tensor]:
+    """The keys that each row of a dense call sees, int32 (b, heads with lists, s_q, n), and how many of n count."""
+    lists, others = _listed(call)
+    (b, _, s_q, _), n = call.q.shape, lists.lists.shape[-1] * lists.keys
+    heads, make = lists.lists.shape[1], {"dtype": torch.int32, "device": call.q.device}
+    table, used = torch.empty(b, heads, s_q, n, **make), torch.empty(b, heads, s_q, **make)
+    if used.numel():
+        with on_device(table):
+            launch, arguments = keys_launch(call, launches, (lists, others), table, used)
+            launch(table.device.index, arguments)
+    return table, used
+
+
+def keys_launch(
+    call: Call, launches: Launches, masks_of: tuple[Selected, Mask | None], table: Tensor, used: Tensor
+) -> GivenLaunch:
+    """The launch that writes these tables. masks_of: the list, and what is beside it."""
+    lists, others = masks_of
+    _, heads, s_q, n = table.shape
+    records = ListArgs.of(lists, call), None, *positions.spans(call), masks.device_args(call.replace(mask=others))
+    launch = _slots_launch(launches, used.numel(), lists, tl.constexpr(1))
+    return launch, (table, used, *records, n, heads, s_q, s_q, 0, 1, call.k.shape[2])
+
+
+def _slots_launch(launches: Launches, programs: int, lists: Selected, rows: tl.constexpr) -> Launch:
+    chunk = min(CHUNK, max(32, 1 << (lists.lists.shape[-1] * lists.keys - 1).bit_length()))
+    return cached_launch(
+        launches, "slots", lambda: Launch(slots_kernel, (programs, 1, 1), (chunk, rows), max(1, chunk // 256))
+    )
 
 
 def shared_rows(group: int) -> int:
@@ -152,19 +180,20 @@ def _listed(call: Call) -> tuple[Selected, Mask | None]:
     return found
 
 
-@triton.jit(do_not_specialize=["n", "s_q", "length", "step", "size", "s_k"])
+@triton.jit(do_not_specialize=["n", "heads", "s_q", "length", "step", "size", "s_k"])
 def slots_kernel(
-    table, used, lists, pages, used_q, used_k, mask, n, s_q, length, step, size, s_k, CHUNK: tl.constexpr,
+    table, used, lists, pages, used_q, used_k, mask, n, heads, s_q, length, step, size, s_k, CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The slots of one row: rows of s_q to a batch row, whose keys are in pages, or begin `step` rows after those of
-    the batch row before. With ROWS of a group the bits of those slots, in zeros: `length` rows are cut in groups."""
+    """The slots of one row of one of the heads: rows of s_q to a batch row, whose keys are in pages, or begin `step`
+    rows after those of the batch row before. With ROWS of a group the bits of those slots, in zeros: `length` rows are
+    cut in groups."""
     number = tl.program_id(0)
-    b = number // s_q
+    b = number // s_q // heads
     row = number % s_q
     _, _, _, rows = extent(used_q, b, s_q)
     _, _, _, keys = extent(used_k, b, s_k)
-    entries, entry_count = list_of_row(lists, b, b * 0, b * 0, row)
+    entries, entry_count = list_of_row(lists, b, number // s_q % heads, b * 0, row)
     per_entry = plain_int(lists.keys)
     within = number % length
     group = number // length * tl.cdiv(length, ROWS) + within // ROWS

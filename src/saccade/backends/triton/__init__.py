@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Part, Saved, Support, device, score_workspace
-from saccade.backends.key_lists import gathers
+from saccade.backends.key_lists import gathers, row_lists_obstacle, tokens_of_rows
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.backends.triton.config import WIDE
 from saccade.call import Call
@@ -31,7 +31,7 @@ SUPPORT = Support(
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
     max_d=512,
-    wider=(("paged", 576, 512),),
+    wider=(("paged", 576, 512), ("latent", 576, 512)),
     needs_with=(("paged", "aligned"),),
 )
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
@@ -50,10 +50,27 @@ def refusals(call: Call, gradient: bool) -> list[str]:
             return [f"{needed}, and a program has {room >> 10} KB here; 16-bit ones need 98"]
     if call.layout.has_pages and call.layout.sequences >= MOST_SEQUENCES:
         return [f"takes pages of fewer than {MOST_SEQUENCES} sequences, or rows of slots, not {call.layout.sequences}"]
-    return [] if gathers(call, gradient) else refused_lists(call)
+    if gathers(call, gradient) or tokens_of_rows(call, gradient):
+        return []
+    if not call.layout.has_pages and max(d, d_v) > SUPPORT.max_d:
+        return [f"takes head dims above {SUPPORT.max_d} without pages for {_lacking(call)}"]
+    return refused_lists(call)
+
+
+def _lacking(call: Call) -> str:
+    """What a call over lists of latents lacks."""
+    if (obstacle := row_lists_obstacle(call)) is not None:
+        return obstacle
+    if call.dropout is not None:
+        return "lists of keys without dropout"
+    if call.q.dtype.itemsize != 2:
+        return f"16-bit operands, not {call.q.dtype}"
+    return "gradients of q, k, v and sinks, not of tensors that a score function captures"
 
 
 def workspace(spec: Spec) -> str:
+    if spec.latent and spec.d > WIDE and spec.layout != "paged":
+        return "forward: 4 bytes for every entry of a list; backward: up to 3 GB"
     if spec.layout == "paged":
         return "none, or where keys are split 4 bytes for each element of out and split"
     return f"forward: none; backward: 8 bytes for every query row and head{score_workspace(spec)}"
@@ -64,6 +81,10 @@ def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:
         from saccade.backends.triton import listed_launch
 
         return listed_launch.forward(call, launches, lse)
+    if tokens_of_rows(call):
+        from saccade.backends.triton import token_lists
+
+        return token_lists.forward(call, launches, lse)
     from saccade.backends.device.key_lists import tabulated
 
     call = tabulated(call, launches)
@@ -94,6 +115,10 @@ def run_backward(call: Call, launches: Launches, saved: Saved) -> Gradients:
         from saccade.backends.triton import listed_launch
 
         return *listed_launch.backward(call, launches, saved), [None] * len(saved.wanted)
+    if tokens_of_rows(call, gradient=True):
+        from saccade.backends.triton import token_lists
+
+        return *token_lists.backward(call, launches, saved), [None] * len(saved.wanted)
     call = tabulated(call, launches)
     saved = merge_kernel.divide_gradients(call, launches, saved)
     biases = launch.bias_sums_of(call, saved)

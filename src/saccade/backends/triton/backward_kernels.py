@@ -80,11 +80,13 @@ def delta_kernel(
     q_idx = start + tl.arange(0, BLOCK_Q)
     offset = bh.to(tl.int64) * s_q + q_idx
     row = tl.sum(dout_tile * out_tile, 1)
+    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
+    # Beside a sink of NaN a row with keys has NaN in out.
+    none = (row_lse == float("-inf")) | ((row_lse != row_lse) & (row == row))
     if dlse is not None:
         row -= tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
-    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
     tl.store(delta + offset, row, mask=q_idx < s_q)
-    tl.store(shift + offset, tl.where(row_lse == float("-inf"), float("inf"), row_lse * unit), mask=q_idx < s_q)
+    tl.store(shift + offset, tl.where(none, float("inf"), row_lse * unit), mask=q_idx < s_q)
 
 
 @triton.jit

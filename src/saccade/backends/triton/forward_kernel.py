@@ -157,10 +157,11 @@ def forward_kernel(
     if shape.D_V > shape.BLOCK_DV:
         owned = block.q_idx < tl.where(kv.column == 0, block.there, 0)
     store_largest(max_scores, block.offset, owned, row_max, row_sum, score, live)
+    named = live & (row_sum != 0)  # rows that see a key; a NaN counts as one, and stays one
     acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, True)
-    seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
+    seen = live & (row_sum != 0)
     acc = values(acc, descale, block.args.b, h // shape.GROUP)
-    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    acc = tl.where(named[:, None], acc / tl.where(named, row_sum, 1.0)[:, None], 0.0)
     if dropout is not None:
         acc *= block.args.dropout.factor
     store_q(out, block, acc, shape.D_V, shape.BLOCK_DV, shape, kv.column)

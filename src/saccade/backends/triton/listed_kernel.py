@@ -210,9 +210,10 @@ def listed_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=shape.PRECISION)
 
     store_largest(max_scores, block.offset, block.there, row_max, row_sum, score, live)
+    named = live & (row_sum != 0)  # rows that see a key; a NaN counts as one, and stays one
     acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, block.h, True)
-    seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
-    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    seen = live & (row_sum != 0)
+    acc = tl.where(named[:, None], acc / tl.where(named, row_sum, 1.0)[:, None], 0.0)
     store_rows(out, block, acc, shape.D_V, shape.BLOCK_DV)
     if lse is not None:
         row_lse = tl.where(seen, log_sum(row_max, tl.where(seen, row_sum, 1.0), score, sink), float("-inf"))

@@ -280,10 +280,11 @@ def paged_kernel(
 
     acc, row_max, row_sum = of_all_slices(acc, row_max, row_sum, score, split.word, split.slices)
     store_largest(max_scores, offset, q_idx < there, row_max, row_sum, score, live)
+    named = live & (row_sum != 0)  # rows that see a key; a NaN counts as one, and stays one
     acc, row_max, row_sum = add_sink(acc, row_max, row_sum, score, sink, h, part == 0)
-    seen = live & (row_sum != 0)  # a NaN counts as seen, and stays one
+    seen = live & (row_sum != 0)
     acc = values(acc, descale, b, head_k)
-    acc = tl.where(seen[:, None], acc / tl.where(seen, row_sum, 1.0)[:, None], 0.0)
+    acc = tl.where(named[:, None], acc / tl.where(named, row_sum, 1.0)[:, None], 0.0)
     columns = tl.arange(0, shape.BLOCK_DV)[None, :]
     stored = _written(split, q_idx, live, there)[:, None] & (columns < shape.D_V)
     if SPLIT:

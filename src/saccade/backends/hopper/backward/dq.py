@@ -126,14 +126,16 @@ def preprocess_kernel(
     q_idx = first + tl.arange(0, ROWS)
     offset = bh.to(tl.int64) * s_q + sequence + q_idx
     row = -tl.sum(dout_tile * out_tile, 1)
+    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
+    # Beside a sink of NaN a row with keys has NaN in out.
+    none = (row_lse == float("-inf")) | ((row_lse != row_lse) & (row == row))
     if dlse is not None:
         row += tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
-    row_lse = tl.load(lse + offset, mask=q_idx < rows, other=float("-inf"))
     padded = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tl.store(neg_delta + padded, row)
     if delta is not None:
         tl.store(delta + offset, -row, mask=q_idx < there)
-    tl.store(neg_lse + padded, tl.where(row_lse == float("-inf"), float("-inf"), row_lse * unit))
+    tl.store(neg_lse + padded, tl.where(none, float("-inf"), row_lse * unit))
     tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
     for piece in tl.static_range(BLOCK_D // 64):
         # [ROWS 64]

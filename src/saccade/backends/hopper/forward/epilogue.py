@@ -129,6 +129,7 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
         row_max = gl.maximum(row_max + bias, LOWEST_FINITE)
     top_score = largest(row_max, total, live)
     share = total * 0 + 1
+    named = live & (total != 0)  # rows that see a key; a NaN counts as one, and stays one
     if sink is not None:
         column = finite(gl.load(sink + rows.h, mask=live, other=0.0).to(gl.float32))
         if part is not None:
@@ -137,12 +138,12 @@ def weights_of_rows(row_max, total, rows, sink, live, part=None):
         share = gl.exp2((row_max - top) * LOG2E)
         total = total * share + gl.exp2((column - top) * LOG2E)
         row_max = top
-    seen = live & (total != 0)  # a NaN counts as seen, and stays one
+    seen = live & (total != 0)
     lse = row_max + fast_log2(gl.where(seen, total, 1.0)) / LOG2E
     if sink is not None:
         lse = infinite(lse, row_max)
     lse = gl.where(seen, lse, float("-inf"))
-    weight = gl.where(seen, share / gl.where(seen, total, 1.0), 0.0)
+    weight = gl.where(named, share / gl.where(named, total, 1.0), 0.0)
     if rule.dropout is not None:
         weight *= rule.dropout.factor
     if len(rows.factors) == 1:

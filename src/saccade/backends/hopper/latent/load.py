@@ -288,7 +288,9 @@ def merge_kernel(
         # [CHUNK]
         some = at + tl.arange(0, CHUNK)
         index_of_part = row_of_parts + number_of_part(some, inside) * stride
-        weight = tl.exp(tl.load(part_lse + index_of_part, mask=some < count, other=float("-inf")) - top) / total
+        found = tl.load(part_lse + index_of_part, mask=some < count, other=float("-inf"))
+        # A part without a key takes no NaN from the sink, and was not written.
+        weight = tl.where(found == float("-inf"), 0.0, tl.exp(found - top) / total)
         there = (weight != 0)[:, None]
         values = tl.load(parts + index_of_part[:, None] * D_V + column_v[None, :], mask=there, other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
