@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from typing import Any
@@ -13,7 +14,9 @@ from tests.gate import fit
 
 
 def main() -> None:
-    print(f"triton {triton.__version__}, sm_{fit.CAPABILITY}a")
+    seed = os.environ.setdefault("SEED", str(datetime.date.today()))
+    drawn = f", drawn by SEED={seed}" if {fit.TODAY, fit.OTHERS} & {*sys.argv} else ""
+    print(f"triton {triton.__version__}, sm_{fit.CAPABILITY}a{drawn}")
     failed = total = 0
     work: Any = fit.read if fit.READ in sys.argv[1:] else fit.fit
     for key, found in in_processes(work, fit.keys(sys.argv[1:]), os.cpu_count() or 1):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ class Fit:
 BACKENDS = "gluon", "triton"
 PARTS = "configs", "features", "combinations"
 SAMPLE, READ = "sample", "read"
+TODAY, OTHERS = "today", "others"
 
 
 def keys(words: Sequence[str] = ()) -> list[str]:
@@ -60,18 +63,27 @@ def keys(words: Sequence[str] = ()) -> list[str]:
 
     `configs`: every row of the shipped tables, and the formulas' configs for other dtypes and sizes. `features`: what
     else a call may have. `combinations`: several features in one kernel. `sample`: of both, rows that together have
-    every kernel, size and feature that `configs` lacks. Any other word, such as `masked`: the rows that have it.
+    every kernel, size and feature that `configs` lacks. `today`: half of each of these, drawn by SEED. `others`: the
+    other half. Any other word, such as `masked`: the rows that have it.
     """
     rows: list[str] = []
     for backend in [word for word in BACKENDS if word in words] or BACKENDS:
         gate = _gate(backend)
         for part in [word for word in (*PARTS, SAMPLE) if word in words] or PARTS:
-            rows += sampled(gate) if part == SAMPLE else getattr(gate, part)()
-    wanted = set(words) - {*BACKENDS, *PARTS, SAMPLE, READ}
+            found = [*(sampled(gate) if part == SAMPLE else getattr(gate, part)())]
+            first = half(found) if {TODAY, OTHERS} & {*words} else {*found}
+            rows += (row for row in found if (row in first) != (OTHERS in words))
+    choices = *BACKENDS, *PARTS, SAMPLE, READ, TODAY, OTHERS
+    wanted = {*words} - {*choices}
     if unknown := wanted - {word for row in rows for word in row.split()}:
-        known = ", ".join((*BACKENDS, *PARTS, SAMPLE, READ))
-        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {known}, and words of rows")
+        raise SystemExit(f"the gate has no {', '.join(sorted(unknown))}, but {', '.join(choices)}, and words of rows")
     return [row for row in rows if wanted <= {*row.split()}]
+
+
+def half(rows: Sequence[str]) -> set[str]:
+    """The rows that SEED draws, on each day others: half of them, rounded up."""
+    drawn = sorted(rows, key=lambda row: hashlib.sha256(f"{os.environ['SEED']}{row}".encode()).digest())
+    return {*drawn[: (len(rows) + 1) // 2]}
 
 
 def sampled(gate: Any) -> Iterator[str]:

@@ -71,7 +71,7 @@ def test_rows_are_chosen_by_words():
     assert sorted(keys()) == sorted([*keys(["configs"]), *keys(["features"]), *keys(["combinations"])])
     assert set(keys(["triton"])) == {row for row in keys() if row.startswith("triton ")}
     assert keys(["gluon", "configs", "queued", "d64/64"]) == ["gluon backward 16bit d64/64 queued"]
-    with pytest.raises(SystemExit, match=r"no cuda, but .*, sample, read, and words"):
+    with pytest.raises(SystemExit, match=r"no cuda, but .*, sample, read, today, others, and words"):
         keys(["cuda"])
 
 
@@ -82,6 +82,20 @@ def test_a_sample_has_every_feature(backend):
     assert {word for row in every for word in row.split()} == {word for row in sample for word in row.split()}
     assert {*sample} < {*every}
     assert len({*sample}) == len(sample)
+
+
+def test_two_halves_are_all_and_others_the_next_day(monkeypatch):
+    pytest.importorskip("triton", reason="the extra [triton]")
+    every = {*keys(["configs", "sample"])}
+    days = {}
+    for seed in ("2026-01-01", "2026-01-02"):
+        monkeypatch.setenv("SEED", seed)
+        first, second = ({*keys(["configs", "sample", word])} for word in ("today", "others"))
+        assert first | second == every
+        assert not first & second
+        assert {*keys(["gluon", "configs", "others"])} <= second  # whatever else is asked for
+        days[seed] = first
+    assert days["2026-01-01"] != days["2026-01-02"]
 
 
 @pytest.mark.parametrize("row", ["triton spread_rows 16bit d128/128", "triton rank_sums 16bit d128/128"])
