@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -37,6 +38,7 @@ EMULATED = ("emulator", *(f"backends/{x}.py" for x in ("device/test_recorded_cal
             "hopper/test_kernels")))  # fmt: skip
 NOT_INTERPRETED = ("benchmarks", "cli", "compat", "distributed", "gate", "integrations", "project", "random_calls",
                    "testing", "upstream", "util")  # fmt: skip
+TAKES_DEVICE = re.compile(r"\bdef \w+\([^)]*\bdevice\b")
 collect_ignore = [*(() if EMULATES else EMULATED), *(NOT_INTERPRETED if INTERPRETED else ())]
 
 # These tensors are too small to share out, and where processes compete, threads that wait for one another cost most.
@@ -262,22 +264,27 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    seed = config.getoption("--tenth")
-    if seed and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    if INTERPRETED and "triton" not in collection_path.parts and not TAKES_DEVICE.search(collection_path.read_text()):
+        return True
+    if seed := config.getoption("--tenth"):
         name = f"{seed} {collection_path.relative_to(config.rootpath)}"
-        return hashlib.sha256(name.encode()).digest()[0] % 10 > 0 or None
+        return _hash(name)[0] % 10 > 0 or None
     return None
 
 
-SHARE, SLOW_SHARE = 8, 40
+SHARE, SLOW_SHARE, DAYS = 8, 40, 4
 
 
+@pytest.hookimpl(tryfirst=True)  # others sort the items
 def pytest_collection_modifyitems(config, items):
     """Of each test one case in eight, the same ones in each run, and each value of each parameter but of a `seed`; of a
-    test marked `slow` one case in eight, others each day; of each test in the interpreter and in the emulator one case
-    in forty. With --all such samples are of matrices alone, which are the tests marked `sample`, and in the interpreter
-    and in the emulator those with a `device`: all of their cases run on the CPU with --everything. On a GPU, and of a
-    test that is named, all run. Where TRITON_INTERPRET=1, what the interpreter runs."""
+    test marked `slow` one case in eight, others each day; of the tests marked `rare` a quarter, others each day; of
+    each test in the interpreter and in the emulator one case in forty. With --all such samples are of matrices alone,
+    which are the tests marked `sample`, and in the interpreter and in the emulator those with a `device`: all of their
+    cases run on the CPU with --everything. On a GPU, and of a test that is named, all run. Where TRITON_INTERPRET=1,
+    what the interpreter runs."""
     left_out = {item for item in items if (_device(item) == "interpreter") != INTERPRETED}
     if not any("::" in arg for arg in config.args):
         level = "everything" if config.getoption("--everything") else "all" if config.getoption("--all") else ""
@@ -294,7 +301,7 @@ def _left_out_of_samples(items, level):
         matrix = slow and "device" in item.fixturenames
         matrix |= level != "everything" and (not level or item.get_closest_marker("sample") is not None)
         if matrix and device != "cuda" and hasattr(item, "callspec"):
-            tests[item.location[0], item.originalname, device, slow and not level].append(item)
+            tests[item.path, item.originalname, device, slow and not level].append(item)
     for (*_, few), cases in tests.items():
         seen, kept, share = set(), 0, SLOW_SHARE if few else SHARE
         for item in sorted(cases, key=_drawn):
@@ -304,7 +311,12 @@ def _left_out_of_samples(items, level):
             else:
                 seen |= values
                 kept += 1
-    return left_out
+    rare = defaultdict(set)
+    for item in items:
+        if not level and item.get_closest_marker("rare") and _device(item) != "cuda":
+            rare[item.path, item.originalname].add(item)
+    today = sorted(rare, key=lambda test: _hash(f"{os.environ['SEED']}{test[1]}"))[: (len(rare) + DAYS - 1) // DAYS]
+    return left_out.union(*(rare[test] for test in rare if test not in today))
 
 
 def pytest_configure(config):
@@ -312,12 +324,15 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    return f"the cases of slow tests are drawn by SEED={os.environ['SEED']}"
+    return f"slow and rare tests are drawn by SEED={os.environ['SEED']}"
 
 
 def _drawn(item):
-    seed = os.environ["SEED"] if item.get_closest_marker("slow") else ""
-    return hashlib.sha256(f"{seed}{item.name}".encode()).digest()
+    return _hash(f"{os.environ['SEED'] if item.get_closest_marker('slow') else ''}{item.name}")
+
+
+def _hash(text):
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _values(item):

@@ -415,6 +415,7 @@ def test_host_time(monkeypatch):
     assert "matmul" not in found
 
 
+@pytest.mark.rare
 def test_first_call_runs_in_a_process_of_its_own():
     found = measured("saccade-cpu", "naive", "sdpa-padded", cell=Cell(TINY, "backward").first())
     assert found["saccade-cpu"].mode == "first backward"

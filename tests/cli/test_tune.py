@@ -23,6 +23,7 @@ def compiled(task: tuple[Row, int]) -> str | None:
     return "no registers" if task[1] == 3 else None
 
 
+@pytest.mark.rare
 def test_candidates_that_fail_or_end_their_process_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning: Any = pytest.importorskip("saccade.backends.device.tuning", reason="the extra [triton]")
     monkeypatch.setattr(tuning, "compile_one", compiled)

@@ -48,6 +48,7 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.rare
 def test_calls_of_other_shapes_find_the_kernels_where_they_were_moved(tmp_path):
     made, moved = tmp_path / "made", tmp_path / "moved"
     words = "warm", "fp16 d64 causal sm80", "--out", str(made), "--at", f"{moved}/", "--inference", "--jobs", "1"
@@ -115,6 +116,7 @@ def dies_at_d64(task: Task) -> Made:
     return os.abort() if task.spec.d == 64 else Made("triton", ["forward_kernel"], [], None)
 
 
+@pytest.mark.rare
 def test_the_others_are_compiled_when_a_process_dies(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "compile_task", dies_at_d64)
     words = "bf16 d64 sm90", "bf16 d128 sm90", "--inference", "--out", str(tmp_path)
@@ -139,6 +141,7 @@ def test_a_spec_that_no_backend_runs_is_told_why(spec, reasons, tmp_path):
     assert all(reason in printed for reason in reasons)
 
 
+@pytest.mark.rare
 def test_kernels_that_are_not_whole_are_compiled_again(tmp_path):
     words = "fp16 d64 causal sm80", "--inference", "--out", str(tmp_path)
     assert said(*words)[0] == 0

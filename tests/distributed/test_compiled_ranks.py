@@ -70,6 +70,7 @@ def of_the_head(group, way, name, backend):
     return [float((out - here.shard(right)).abs().max()) for out in outs] + [worst]
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -126,6 +127,7 @@ def other_plans(group, way):
     return worst
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["gather", "ulysses"])
 def test_other_plans(pool, way):
@@ -171,6 +173,7 @@ def by_inductor(group, method, lengths, folder):
         return max(float((x - y).detach().abs().sum()) for x, y in zip(*differences, strict=True))
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "lengths"), [("pull", [64]), ("pull", [1]), ("gather", [1])], ids=str)
 def test_by_inductor(pool, method, lengths, tmp_path):

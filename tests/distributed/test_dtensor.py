@@ -193,6 +193,7 @@ def test_equal_the_whole_call(pool, ranks, cases):
             assert placed, case
 
 
+@pytest.mark.rare
 def test_compiled(pool):
     """As one graph, forward and backward: sinks and functions of the head by heads, bounds by batch rows."""
     cases = [

@@ -236,6 +236,7 @@ def test_negative_zero():
     assert torch.allclose(first_alone, q[:, :, :1].expand_as(q), atol=1e-6)
 
 
+@pytest.mark.rare
 def test_writes_by_compiled_code():
     """Inductor writes a later tensor into the memory of an earlier one, which torch does not count."""
     ids = torch.ones(LONG, dtype=torch.int64)

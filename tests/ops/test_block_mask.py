@@ -42,6 +42,7 @@ def written(x: Tensor, ids: Tensor) -> Tensor:
     return attention(*operands(x), mask=mask)
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "fullgraph"), [(own, True), (face, False), (written, True)])
 def test_a_compiled_block_mask_of_every_shape(call, fullgraph):

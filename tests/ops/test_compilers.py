@@ -143,6 +143,7 @@ CALLS = {
 }
 
 
+@pytest.mark.rare
 def test_backwards_of_eager_forwards_by_a_compiler():
     q = torch.randn(1, 5, 3, 4, requires_grad=True)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):

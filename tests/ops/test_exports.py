@@ -179,6 +179,7 @@ def torch_loads_a_package(path):
     return subprocess.run([sys.executable, "-c", load, path], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.rare
 def test_loaded_by_another_process(torch_device, tmp_path):
     """It knows the functions of masks and scores, which it has never seen, by what a program carries: one that is
     saved, and one that AOTInductor compiles."""

@@ -221,6 +221,7 @@ print("the same")
 """
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_as_the_first_call_of_a_process(dynamic, fresh_process):

@@ -252,6 +252,7 @@ def test_a_profile_needs_a_gpu(monkeypatch, capsys):
     assert "--profile is about what a GPU waits for" in capsys.readouterr().err
 
 
+@pytest.mark.rare
 def test_train_bytes(monkeypatch, capsys, tmp_path):
     """One step of each model, the comparison with the oracle, and a picture, or how to get one."""
     picture, drawn = tmp_path / "picture.png", importlib.util.find_spec("matplotlib") is not None
@@ -284,6 +285,7 @@ assert not any("gloo" in name for name in left), left
 """
 
 
+@pytest.mark.rare
 def test_train_long(tmp_path):
     """Two processes and one have the same losses: the example asserts it. No thread of its group outlives the group, to
     go on while the process ends."""

@@ -61,6 +61,7 @@ def test_refusals_are_no_failures():
     assert refusal(TypeError("mask")) is None
 
 
+@pytest.mark.rare
 def test_crashes_and_hangs_are_failures_of_their_calls():
     """And a process that died is replaced."""
     lines = "import os; os.kill(os.getpid(), 9)", "import time; time.sleep(600)"

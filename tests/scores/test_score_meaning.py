@@ -456,6 +456,7 @@ def _attends(found, n: int) -> None:
     found.put("ok")
 
 
+@pytest.mark.rare
 def test_a_fork_while_another_thread_lowers():
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)

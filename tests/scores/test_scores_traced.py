@@ -148,6 +148,7 @@ def closure(cap: float, reach: int, table: Tensor):
     return mod
 
 
+@pytest.mark.rare
 def test_more_operations_than_python_has_frames():
     def chain(score, b, h, q_idx, kv_idx):
         for _ in range(350):
@@ -459,6 +460,7 @@ class Compiled(torch.nn.Module):
                 return by(bias(q.sum(-1, keepdim=True)))
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize("dynamic", [None, True])

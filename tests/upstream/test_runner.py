@@ -80,6 +80,7 @@ def ran(*arguments):
     return found.returncode, found.stdout + found.stderr
 
 
+@pytest.mark.rare
 def test_a_sample_of_cases(checkout):
     """Two of the four short ones of test_drawn, others for another seed."""
     sample = "flash-attn-2", checkout, "--sample", 2, "--longest", 100, "-v"
