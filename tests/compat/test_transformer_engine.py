@@ -218,7 +218,7 @@ def test_padding_wherever_it_is(where, kind):
 def test_a_window_that_causal_masks_do_not_have():
     leaves = operands("bshd")
     wanted = called(window_size=(4, 0))()
-    with pytest.warns(UserWarning, match=re.escape("window_size=(4, 7): 'causal' has no keys on the right")):
+    with pytest.warns(UserWarning, match=re.escape("window_size=(4, 7): 'causal' shows no keys on the right")):
         found = DotProductAttention(H, (D, D_V), G, qkv_format="bshd")(*leaves, window_size=(4, 7))
     assert torch.equal(found, wanted)
 
@@ -351,7 +351,7 @@ def test_two_groups_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     core(*operands("bshd"))
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    with pytest.raises(Unsupported, match="over a cp_group of 4 ranks, in two groups: pass one group"):
+    with pytest.raises(Unsupported, match="over a cp_group of 4 ranks: two groups are not supported"):
         core(*operands("bshd"))
 
 

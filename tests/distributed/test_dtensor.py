@@ -290,7 +290,7 @@ REFUSED = {
     "odd": r"ValueError: 2 ranks divide batch rows that are multiples of 2, not 3",
     "sink": r"ValueError: sink beside DTensors must be \(Replicate\(\),\) on their mesh, or plain, got \(16,\) \(Shard",
     "short sink": r"ValueError: sink must be a float tensor \(16,\)",
-    "plain beside sink": r"TypeError: q, k and v must all be DTensors, or all plain and then the sink",
+    "plain beside sink": r"TypeError: q, k and v must all be DTensors, or q, k, v, the sink and captured tensors",
     "plain beside mask": r"TypeError: a tensor of layout or mask is a DTensor, and q is not",
     "captured": r"ValueError: a tensor of score_mod beside .* must be \(Replicate\(\),\) on .* got \(16,\) \(Shard",
     "short capture": r"ValueError: .*\(8,\)",

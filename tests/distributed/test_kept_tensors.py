@@ -144,7 +144,7 @@ def compiled_without_heads(group):
     made = plan(LENGTHS, group, mask=causal(), method="ulysses")
     x = torch.randn(made.rows, 4, 16)
     layer = torch.compile(lambda x: attention(x, x, x, mask=causal(), context=made), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"give plan\(…, heads=\(h_q, h_k\)\)"):
+    with pytest.raises(Exception, match=r"pass plan\(…, heads=\(h_q, h_k\)\)"):
         layer(x)
     return True
 

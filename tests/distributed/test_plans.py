@@ -240,7 +240,7 @@ def test_methods():
     assert plan([100000], 2, **heads | {"heads": (64, 8)}).method == "gather"
     assert plan([1000] * 64, 8, **heads).method == "gather"
     assert "power of two" in plan([100000], 2, **heads | {"heads": (6, 6)}).why
-    assert "3 ranks divide" in plan([100000], 3, **heads).why
+    assert "3 ranks can divide" in plan([100000], 3, **heads).why
     assert plan([100], 2).why.startswith("without heads")
     for made in (plan([100000], 8, **heads), plan([3000, 500], 4, **heads | {"heads": (64, 8)})):
         told = made.explain()
@@ -276,7 +276,7 @@ def test_pictures(tmp_path):
         (([3], 2), {"rank": 2}, ValueError, "rank must be below the number of ranks, got 2 of 2"),
         (([3], 2), {"method": "ring"}, ValueError, "unknown method 'ring'; it is one of auto, gather, pull, ulysses"),
         (([3], 2), {"mask": torch.ones(3, 3)}, TypeError, r"mask must be a Mask such as causal\(\)"),
-        (([3], 3), {"method": "ulysses", "heads": (4, 2)}, ValueError, "3 ranks divide query heads"),
+        (([3], 3), {"method": "ulysses", "heads": (4, 2)}, ValueError, "3 ranks can divide heads"),
         (([3], 2), {"heads": (3, 2)}, ValueError, "h_q must be a multiple of h_k"),
         (([3], 2), {"heads": (3, 2, 1)}, TypeError, r"heads must be \(h_q, h_k\) or one number, got 3 numbers"),
         (
@@ -286,9 +286,9 @@ def test_pictures(tmp_path):
             "unknown rows 'even'; it is one of balanced, equal, pairs",
         ),
         (([3], 2), {"rows": True}, TypeError, "rows must be an integer, got True"),
-        (([3, 8], 2), {"rows": 5}, ValueError, "rows=5 is too few: of 11 rows over 2 ranks one has 6"),
+        (([3, 8], 2), {"rows": 5}, ValueError, "rows=5 is too few: 11 rows over 2 ranks need 6"),
         (([8, 6], 2), {"rows": "pairs"}, ValueError, r"needs lengths that are multiples of 4, got \[8, 6\]"),
-        (([8], 2), {"rows": "pairs", "method": "ulysses"}, ValueError, "rows='pairs' goes with method='gather'"),
+        (([8], 2), {"rows": "pairs", "method": "ulysses"}, ValueError, "rows='pairs' works with method='gather'"),
         (([3], 2), {"head_dim": 0}, ValueError, "head_dim must be an integer from 1 on"),
         (([3], 2), {"timeout": 0}, ValueError, r"timeout must be a positive number of seconds, up to 1e\+09, got 0"),
         (([3], 2), {"timeout": math.inf}, ValueError, "timeout must be .*, got inf"),

@@ -47,9 +47,9 @@ def of(**keywords):
         (
             {"mask": window(3, 2)},
             ValueError,
-            r"exchanges the keys that causal shows, and the mask window\(3,2\) may see window",
+            r"exchanges the keys that causal shows, but the mask window\(3,2\) may see window",
         ),
-        ({}, ValueError, "the mask None may see all keys: plan"),
+        ({}, ValueError, "but the mask None may see all keys: pass plan"),
         ({"mask": causal(), "layout": Dense("bshd")}, ValueError, "the plan says where rows and keys are: omit layout"),
         ({"mask": causal(), "out": torch.zeros(6, 4, 16)}, Unsupported, "out= is not supported over several ranks"),
         ({"mask": causal(), "descale": Descale(k=1.0)}, Unsupported, "descale= is not supported"),
@@ -147,9 +147,9 @@ def test_batches():
     ],
 )
 def test_divided_heads(keywords, words):
-    with pytest.raises(Unsupported, match=rf"{words}.*plan\(…, method='gather'\) does"):
+    with pytest.raises(Unsupported, match=rf"{words}.*plan\(…, method='gather'\) supports it"):
         attention(*operands(h_q=6), context=of(method="ulysses"), **{"mask": causal()} | keywords)
-    with pytest.raises(ValueError, match="2 ranks divide query heads that are a multiple of 2"):
+    with pytest.raises(ValueError, match="2 ranks can divide heads if the query heads are a multiple of 2"):
         attention(*operands(h_q=3, h_k=3), context=of(method="ulysses"), mask=causal())
 
 
@@ -185,8 +185,8 @@ ORDERS = {
     "rows": ([4, 5, 6, 7, 0, 1, 2, 3], "right"),
     "columns": ([1, 0, 3, 2, 5, 4, 7, 6], "right"),
     "transposed": ([0, 4, 1, 5, 2, 6, 3, 7], "right"),
-    "one row": ([0, 1, 2, 3, 5, 4, 6, 7], "one order in all rows"),
-    "one column": ([0, 3, 2, 1, 4, 5, 6, 7], "one order in all rows"),
+    "one row": ([0, 1, 2, 3, 5, 4, 6, 7], "the same order in all rows"),
+    "one column": ([0, 3, 2, 1, 4, 5, 6, 7], "the same order in all rows"),
 }
 
 
@@ -219,4 +219,4 @@ def test_operands_without_values(method):
 
 def test_rocm_gathers(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert pull.obstacle("group", "cuda:0") == "ranks on ROCm: copies are asked of CUDA's driver"
+    assert pull.obstacle("group", "cuda:0") == "ranks on ROCm: only CUDA's driver makes these copies"

@@ -127,13 +127,13 @@ def test_what_is_refused(pool):
         for text, words in zip(
             told,
             (
-                "of 2 ranks calls are self-attention",
-                "cu_seqlens_q and cu_seqlens_kv are equal",
-                "are causal, so that no row sees padding",
-                "of 2 ranks each sequence is in 4 equal chunks",
+                "of 2 ranks: calls must be self-attention",
+                "cu_seqlens_q and cu_seqlens_kv must be equal",
+                "needs a causal mask, so that no row sees padding",
+                "of 2 ranks: each sequence must divide into 4 equal chunks",
                 "with 192 rows in all a rank has 96, got q (90, 4, 16)",
-                "no biases",
-                "no return_max_logit",
+                "biases and score functions are not",
+                "return_max_logit is not",
             ),
             strict=True,
         ):

@@ -386,6 +386,6 @@ def test_gluon_leaves_the_backward_of_positions_beside_dropout_to_triton():
     q, k, v = (x.contiguous() for x in operands(dtype=torch.bfloat16))
     layout = Dense(q_offset=3)
     call = Call(q, k, v, mask=causal(), layout=layout, dropout=Dropout(torch.zeros(2).long(), 0.5))
-    assert gluon.refusals(call, True) == ["has no room in shared memory for positions beside dropout"]
+    assert gluon.refusals(call, True) == ["has too little shared memory for positions together with dropout"]
     assert not gluon.refusals(call, False)
     assert not gluon.refusals(call.replace(dropout=None), True)

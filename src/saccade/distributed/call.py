@@ -150,7 +150,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) 
     call = _bound(q, k, v, layout, options)
     if call.dropout is not None and torch._C._functorch.is_batchedtensor(call.dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
         raise Unsupported(
-            "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: 'same' is"
+            "context: dropout of torch.vmap(…, randomness='different') is not supported over several ranks: use 'same'"
         )
     _plan(call, options["backend"])
     return call
@@ -207,7 +207,7 @@ def _of_heads(score_mod: Any, q: Tensor, first: int) -> Any:
 
 
 def _by_head_refusal(what: str) -> str:
-    return f"context: {what}, which ranks that divide heads do not support: plan(…, method='gather') does"
+    return f"context: {what}: not supported if ranks divide the heads; plan(…, method='gather') supports it"
 
 
 # Checks, of what every rank can see before the first exchange
@@ -256,14 +256,14 @@ def _check_mask(plan: ContextPlan, mask: Mask | None) -> None:
     seen = reach_of(mask)
     if not plan.sharding.reach.holds(seen):
         raise ValueError(
-            f"the plan exchanges the keys that {plan.sharding.reach} shows, and the mask {mask!r} may see {seen}: "
-            "plan(…, mask=…) takes the widest mask of all calls, None for every one"
+            f"the plan exchanges the keys that {plan.sharding.reach} shows, but the mask {mask!r} may see {seen}: "
+            "pass plan(…, mask=…) the widest mask of all calls, or None for all keys"
         )
     leaves = [] if mask is None else [mask, *mask.leaves()]
     if (leaf := next(filter(counts_from_first, leaves), None)) is not None:
         raise Unsupported(
             f"context: {leaf!r} counts the rows and keys of one process: write it as mask_mod(fn), which takes the "
-            "positions in each document; documents need no mask, a plan of their lengths keeps them apart"
+            "positions in each document; documents need no mask, because a plan of their lengths separates them"
         )
     if (leaf := next((leaf for leaf in leaves if isinstance(leaf, Selected)), None)) is not None:
         raise Unsupported(

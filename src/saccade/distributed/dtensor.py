@@ -121,7 +121,7 @@ def _cut_of(call: Call) -> _Cut:
 
     if any(not isinstance(x, DTensor) for x in operands.values()):
         raise TypeError(
-            "q, k and v must all be DTensors, or all plain and then the sink and captured tensors too: use "
+            "q, k and v must all be DTensors, or q, k, v, the sink and captured tensors must all be plain: use "
             f"distribute_tensor(x, mesh, placements), or x.to_local(), got {got()}"
         )
     mesh = operands["q"].device_mesh

@@ -323,8 +323,8 @@ def heads_error(ranks: int, h_q: int, h_k: int) -> str | None:
     if h_q % ranks == 0 and (h_k % ranks == 0 or ranks % h_k == 0):
         return None
     return (
-        f"{ranks} ranks divide query heads that are a multiple of {ranks}, and key heads that are a multiple or a "
-        f"divisor of it, not {h_q} and {h_k}"
+        f"{ranks} ranks can divide heads if the query heads are a multiple of {ranks} and the key heads a multiple or "
+        f"a divisor, not {h_q} and {h_k}"
     )
 
 

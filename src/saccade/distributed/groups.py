@@ -26,8 +26,8 @@ def cached_method(make: Method) -> Method:
         if (key := (name, *arguments)) not in self._kept:
             if torch.compiler.is_dynamo_compiling():
                 raise RuntimeError(
-                    f"torch.compile is the first to need {name}{arguments} of {self!r}: give plan(…, heads=(h_q, h_k)) "
-                    "or call what is compiled once without it"
+                    f"torch.compile cannot make {name}{arguments} of {self!r}: pass plan(…, heads=(h_q, h_k)), or call "
+                    "the function once before it is compiled"
                 )
             self._kept[key] = keep(lambda: make(self, *arguments))
         return self._kept[key]
@@ -86,7 +86,9 @@ def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
     if isinstance(group, int) and not isinstance(group, bool):
         return _without_processes(group, rank, ulysses)
     if rank is not None:
-        raise ValueError(f"rank is for a number of ranks, plan(…, 8, rank={rank!r}): a group knows its own, omit it")
+        raise ValueError(
+            f"rank= goes with a number of ranks, as in plan(…, 8, rank={rank!r}): a group knows its own, omit it"
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "plan needs torch.distributed.init_process_group first; or pass a number of ranks, plan(…, 8, rank=0), to "
@@ -115,7 +117,7 @@ def _of_mesh(mesh: Any, ulysses: bool) -> Ranks:
         return _of_groups(None if ulysses else mesh.get_group(0), mesh.get_group(0) if ulysses else None)
     if mesh.ndim != 2:
         raise ValueError(
-            "a mesh for one plan has one dimension, or two, of which the last divides heads: pass a submesh such as "
+            "a mesh for one plan has one dimension, or two if the last one divides heads: pass a submesh such as "
             f"mesh['context'], got {mesh.ndim} dimensions"
         )
     return _of_groups(mesh.get_group(0), mesh.get_group(1))
@@ -132,8 +134,8 @@ def check_order(group: Any) -> None:
     rows, columns = ranks.argsort(0), ranks.argsort(1)
     if not (rows == rows[:, :1]).all() or not (columns == columns[:1]).all():
         raise ValueError(
-            "a mesh for one plan has its ranks in one order in all rows, and in one in all columns, as process groups "
-            f"sort their ranks, got {ranks.tolist()}"
+            "a mesh for one plan must have its ranks in the same order in all rows, and in the same order in all "
+            f"columns, because process groups sort their ranks, got {ranks.tolist()}"
         )
 
 

@@ -163,7 +163,7 @@ def _rows_of_each(asked: Request, sharding: Sharding) -> int:
         return most
     if asked.rows < most:
         raise ValueError(
-            f"rows={asked.rows} is too few: of {sum(asked.lengths)} rows over {asked.ranks.size} ranks one has {most}"
+            f"rows={asked.rows} is too few: {sum(asked.lengths)} rows over {asked.ranks.size} ranks need {most}"
         )
     return int(asked.rows)
 
@@ -176,7 +176,7 @@ def _check_rows(rows: Any) -> None:
 
 def _check_pairs(lengths: tuple[int, ...], ranks: Ranks) -> None:
     if ranks.heads > 1:
-        raise ValueError("rows='pairs' goes with method='gather' or 'pull', and no mesh of two dimensions")
+        raise ValueError("rows='pairs' works with method='gather' or 'pull', and not with a mesh of two dimensions")
     if any(n % (2 * ranks.size) for n in lengths):
         raise ValueError(
             f"rows='pairs' over {ranks.size} ranks needs lengths that are multiples of {2 * ranks.size}, got "
@@ -263,7 +263,7 @@ def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
         return ranks, "gather", "one rank has everything"
     sharing, why = _sharing(ranks)
     if heads is None or head_dim is None:
-        return ranks, sharing, f"without heads and head_dim nothing is known of the bytes; {why}"
+        return ranks, sharing, f"without heads and head_dim the number of bytes is unknown; {why}"
     if error := heads_error(ranks.size, *heads):
         return ranks, sharing, f"{error}; {why}"
     if heads[0] // ranks.size & (heads[0] // ranks.size - 1):

@@ -134,7 +134,7 @@ def obstacle(group_name: str, device: str) -> str | None:
     if not group_name or not reachable(device):
         return f"ranks on {device}" if group_name else "ranks without processes"
     if torch.version.hip:
-        return "ranks on ROCm: copies are asked of CUDA's driver"
+        return "ranks on ROCm: only CUDA's driver makes these copies"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not local:
         return "LOCAL_WORLD_SIZE, of torchrun, does not say which ranks share a host"

@@ -101,9 +101,9 @@ def test_wrong_numbers():
         attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([1], 4, [5], device="cpu")
     with pytest.raises(ValueError, match="length of the keys' dimension at the end"):
         attn_bias.BlockDiagonalGappyKeysMask.from_seqlens([1], [0], [5], device="cpu")
-    with pytest.raises(ValueError, match="as many sequences"):
+    with pytest.raises(ValueError, match="the same number of sequences"):
         attn_bias.BlockDiagonalMask.from_seqlens([1], [2, 3], device="cpu")
-    with pytest.raises(ValueError, match="from 1 on"):
+    with pytest.raises(ValueError, match="at least 1"):
         attn_bias.LowerTriangularFromBottomRightMask().make_local_attention(0)
-    with pytest.raises(ValueError, match="from 0 on"):
+    with pytest.raises(ValueError, match="must not be negative"):
         attn_bias.LocalAttentionFromBottomRightMask(-1, 0)

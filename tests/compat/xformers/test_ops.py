@@ -179,7 +179,7 @@ WRONG = [
     (torch.zeros(9, 9), ValueError, "(9, 9) with query (1, 9, 4, 16)"),
     (LowerTriangularMaskOfMine(), TypeError, "got LowerTriangularMaskOfMine"),
     ("causal", TypeError, "got str"),
-    (attn_bias.BlockDiagonalMask.from_seqlens([4, 6], device="cpu"), ValueError, "of 10 rows and 10 keys"),
+    (attn_bias.BlockDiagonalMask.from_seqlens([4, 6], device="cpu"), ValueError, "query (1, 10, …) and key (1, 10, …)"),
     (
         attn_bias.PagedBlockDiagonalPaddedKeysMask.from_seqlens([9], [9], torch.zeros(1, 3).int(), 4, device="cpu"),
         ValueError, "pages of 4, got (1, 9, 4, 16)",
@@ -199,14 +199,14 @@ def test_wrong_calls():
         memory_efficient_attention(q, k[:, :, 0], v)
     with pytest.raises(NotImplementedError, match="output_dtype"):
         memory_efficient_attention(q, k, v, output_dtype=torch.float64)
-    with pytest.raises(ValueError, match=re.escape("(1, t, …)")):
+    with pytest.raises(ValueError, match=re.escape("query (1, 9, …)")):
         memory_efficient_attention(q, k, v, attn_bias.BlockDiagonalMask.from_seqlens([9], device="cpu"))
     mask = attn_bias.BlockDiagonalMask.from_seqlens([4, 5], device="cpu")
     for rows, keys in ((9, 12), (12, 9), (9, 8)):
         given = operands("cpu", rows, keys, b=1)
         with pytest.raises(
             ValueError,
-            match=re.escape(f"of 9 rows and 9 keys, tensors are (1, t, …), with as many; got query (1, {rows},"),
+            match=re.escape(f"is for query (1, 9, …) and key (1, 9, …), got query (1, {rows},"),
         ):
             memory_efficient_attention(*given, mask)
     with pytest.raises(ValueError, match="as many keys as rows"):

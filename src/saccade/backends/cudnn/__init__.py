@@ -59,7 +59,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
 
 def workspace(spec: Spec) -> str:
     copies = ", and copies of q, k, v, out and dout without unused rows" if spec.layout == "padded" else ""
-    return f"what cuDNN asks for: little forward, dq in float32 and a number per row backward{copies}"
+    return f"what cuDNN needs: little in the forward; dq in float32 and one number per row in the backward{copies}"
 
 
 def run_forward(call: Call, launches: Launches, lse: bool) -> Outputs:

@@ -192,7 +192,7 @@ def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
     try:
         return built_graph(key, handle)
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as refused:
-        reason = f"cuDNN {cudnn.backend_version()} does not build its graph: {refused}"
+        reason = f"cuDNN {cudnn.backend_version()} cannot build the graph: {refused}"
         raise Unsupported(f"no backend runs {call.spec}\n  cudnn: {reason}") from refused
 
 

@@ -53,7 +53,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
     if reasons := refused_lists(call):
         return reasons
     if gradient and call.positions is not None and call.dropout is not None:
-        return ["has no room in shared memory for positions beside dropout"]
+        return ["has too little shared memory for positions together with dropout"]
     if gradient or not layout.has_pages:
         return []
     size = call.k.shape[2]
@@ -77,7 +77,7 @@ def slower_than_next(call: Call, gradient: bool) -> str | None:
     """Why "auto" leaves the call, or its backward, to the next backend, or None: lists of keys for few rows, and a bias
     that TMA cannot load, at d up to 64 (notes/scores.md)."""
     if gathers(call, gradient):
-        return "triton gathers the keys of lists for few rows, of which a tile of rows visits many more"
+        return "triton gathers listed keys for few rows, where a tile of rows would visit many more"
     if gradient:
         return None
     score, d = call.score, max(call.q.shape[3], call.v.shape[3])
@@ -87,7 +87,9 @@ def slower_than_next(call: Call, gradient: bool) -> str | None:
 
     if captured_rows(call) is not None:
         return None
-    return "triton reads a bias of every score faster for head dims up to 64, unless it has 16 bits and aligned rows"
+    return (
+        "triton is faster for a bias of every score at head dims up to 64, unless the bias has 16 bits and aligned rows"
+    )
 
 
 def workspace(spec: Spec) -> str:

@@ -386,8 +386,8 @@ def cached_visibility(call: CallArguments, layer: int | None) -> tuple[CacheStep
         padded = getattr(call, f"cu_seqlens_{name}_padded")
         if padded is not None and padded is not getattr(call, f"cu_seqlens_{name}"):
             raise Unsupported(
-                f"DotProductAttention: cu_seqlens_{name}_padded with inference_params: the sequences of a step lie end "
-                "to end in thd; put unused tokens after the last one, or give bshd"
+                f"DotProductAttention: cu_seqlens_{name}_padded with inference_params: in thd the sequences of a step "
+                "must have no gaps; put unused tokens after the last one, or give bshd"
             )
     if q.shape[:-2] != k.shape[:-2]:
         raise WrongCall(

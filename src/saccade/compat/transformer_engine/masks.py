@@ -101,13 +101,15 @@ def window_bounds(kind: str, given: tuple[int, int] | None) -> tuple[int | None,
     if "causal" in kind:
         wrong = left < -1 or right < -1 or (left < 0 and right > 0)
         if right > 0 and not wrong:
-            warnings.warn(f"window_size={given}: {kind!r} has no keys on the right, and is ({left}, 0)", stacklevel=2)
+            warnings.warn(
+                f"window_size={given}: {kind!r} shows no keys on the right: the window is ({left}, 0)", stacklevel=2
+            )
         right = 0
     else:
         left, right = (-1, -1) if (left, right) == (-1, 0) else (left, right)
         wrong = (left < 0 or right < 0) and (left, right) != (-1, -1)
     if wrong:
-        raise WrongCall(f"window_size is (left, right), not negative, or (-1, -1) for none, got {given} with {kind!r}")
+        raise WrongCall(f"window_size must be (left, right) from 0 on, or (-1, -1) for none, got {given} with {kind!r}")
     return None if left < 0 else left, None if right < 0 else right
 
 

@@ -55,8 +55,8 @@ def self_attention(call: CallArguments) -> CallArguments:
     for q, k in sides:
         if (q is None) != (k is None) or (q is not None and k is not None and q is not k and not torch.equal(q, k)):
             raise Unsupported(
-                "DotProductAttention: over a cp_group sequences end to end are self-attention: cu_seqlens_q and "
-                "cu_seqlens_kv are equal, with padding and without"
+                "DotProductAttention over a cp_group: packed sequences must be self-attention, so cu_seqlens_q and "
+                "cu_seqlens_kv must be equal, with and without padding"
             )
     return call._replace(cu_seqlens_kv=call.cu_seqlens_q, cu_seqlens_kv_padded=call.cu_seqlens_q_padded)
 
@@ -71,18 +71,18 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
 
     q, k, _ = operands
     score_mod, ranks = given["score_mod"], ranks_of(group)
-    subject = f"DotProductAttention: over a cp_group of {ranks} ranks"
+    subject = f"DotProductAttention over a cp_group of {ranks} ranks:"
     if isinstance(group, list):
-        raise Unsupported(f"{subject}, in two groups: pass one group of them all")
+        raise Unsupported(f"{subject} two groups are not supported: pass one group of all ranks")
     if not (isinstance(layout, Packed) or (isinstance(layout, Dense) and layout.plain)) or q.shape[:-2] != k.shape[:-2]:
         raise Unsupported(
-            f"{subject} calls are self-attention, in sbhd and bshd without padding, got q {tuple(q.shape)} and k "
+            f"{subject} calls must be self-attention, in sbhd and bshd without padding, got q {tuple(q.shape)} and k "
             f"{tuple(k.shape)} with {layout!r}: saccade.attention(…, context=plan) takes documents of any lengths"
         )
     if not (score_mod is None or isinstance(score_mod, Softcap)):
-        raise Unsupported(f"{subject} there are no biases and score functions, got {score_mod!r}")
+        raise Unsupported(f"{subject} biases and score functions are not supported, got {score_mod!r}")
     if given["return_max_scores"]:
-        raise Unsupported(f"{subject} there is no return_max_logit: set it to False")
+        raise Unsupported(f"{subject} return_max_logit is not supported: set it to False")
     if isinstance(layout, Dense):
         b, s = (q.shape[layout.order.index(name)] for name in "bs")
         plan = distributed.plan((b, s * ranks), group, mask=given["mask"], rows="pairs")
@@ -91,7 +91,7 @@ def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, 
     keywords = {name: x for name, x in given.items() if name != "layout"} | {"context": plan}
     if q.shape[0] != plan.rows:
         raise WrongCall(
-            f"{subject} offsets are those of whole sequences: with {sum(plan.lengths)} rows in all a rank has "
+            f"{subject} offsets must be those of whole sequences: with {sum(plan.lengths)} rows in all a rank has "
             f"{plan.rows}, got q {tuple(q.shape)}"
         )
     if layout.seqused_q is None:
@@ -107,13 +107,14 @@ def _of_sequences(group: Any, ranks: int, layout: Packed, mask: Any, subject: st
 
     if layout.seqused_q is not None and reach_of(mask).right != 0:
         raise Unsupported(
-            f"{subject} sequences with padding between them are causal, so that no row sees padding, got {mask!r}: "
+            f"{subject} padding between sequences needs a causal mask, so that no row sees padding, got {mask!r}: "
             "give attn_mask_type='padding_causal', or sequences without cu_seqlens_q_padded"
         )
     try:
         return distributed.plan(layout.cu_seqlens_q, group, mask=mask, rows="pairs")
     except ValueError as error:
-        raise WrongCall(f"{subject} each sequence is in {2 * ranks} equal chunks, padding included: {error}") from error
+        wanted = f"each sequence must divide into {2 * ranks} equal chunks, padding included"
+        raise WrongCall(f"{subject} {wanted}: {error}") from error
 
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -354,7 +355,8 @@ class DotProductAttention(torch.nn.Module):
         ranks, rows = ranks_of(self.cp_group), None
         if meaning.step is not None and ranks > 1:
             raise Unsupported(
-                "DotProductAttention: a cp_group has no inference_params: set_context_parallel_group(None)"
+                "DotProductAttention over a cp_group: inference_params are not supported: call "
+                "set_context_parallel_group(None)"
             )
         if meaning.step is not None:
             q, k, v = meaning.step.to_rows(q), *meaning.step.params.caches(meaning.step.layer)

@@ -42,7 +42,9 @@ class SequenceInfo:
             ValueError: another t.
         """
         if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
-            raise ValueError(f"a tensor of these sequences is (1, {self.seqstart_py[-1]}, …), got {tuple(x.shape)}")
+            raise ValueError(
+                f"a tensor of these sequences must be (1, {self.seqstart_py[-1]}, …), got {tuple(x.shape)}"
+            )
         sizes = [1] * (len(self.seqstart_py) - 1) if batch_sizes is None else list(batch_sizes)
         ends = [self.seqstart_py[n] for n in (0, *accumulate(sizes))]
         parts = x.split([b - a for a, b in pairwise(ends)], dim=1)
@@ -174,7 +176,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
     def __post_init__(self) -> None:
         if self.window_left < 0 or self.window_right < 0:
-            raise ValueError(f"window bounds must be from 0 on, got {self.window_left} and {self.window_right}")
+            raise ValueError(f"window bounds must not be negative, got {self.window_left} and {self.window_right}")
 
 
 @dataclass
@@ -226,7 +228,7 @@ class BlockDiagonalMask(AttentionBias):
             ValueError: keys of other lengths than the queries: say split_queries or split_kv.
         """
         if self.q_seqinfo is not self.k_seqinfo:
-            raise ValueError("queries and keys have lengths of their own: say split_queries or split_kv")
+            raise ValueError("queries and keys have different lengths: call split_queries or split_kv")
         return self.split_queries(tensor)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
@@ -371,7 +373,9 @@ class BlockDiagonalGappyKeysMask(AttentionBias):
             raise ValueError(f"notional_padding must be a multiple of page_size, got {notional_padding}, {page_size}")
         starts = [start - i * notional_padding for i, start in enumerate(info.seqstart_py[:-1])]
         if any(not 0 <= start < block_tables.shape[1] * page_size for start in starts):
-            raise ValueError(f"keys must begin in their blocks of {notional_padding}, got {info.seqstart_py[:-1]}")
+            raise ValueError(
+                f"the keys of sequence i must begin in block i of {notional_padding}, got {info.seqstart_py[:-1]}"
+            )
         first = info.seqstart - notional_padding * torch.arange(b + 1, device=info.seqstart.device, dtype=torch.int32)
         k = replace(
             info,
@@ -440,12 +444,14 @@ class PagedBlockDiagonalCausalWithOffsetGappyKeysMask(PagedBlockDiagonalGappyKey
 
 def _check_window(size: int) -> None:
     if size <= 0:
-        raise ValueError(f"window_size must be from 1 on, got {size}")
+        raise ValueError(f"window_size must be at least 1, got {size}")
 
 
 def _check_counts(q: Sequence[int], k: Sequence[int]) -> None:
     if len(q) != len(k):
-        raise ValueError(f"queries and keys must have as many sequences, got lengths {list(q)} and {list(k)}")
+        raise ValueError(
+            f"queries and keys must have the same number of sequences, got lengths {list(q)} and {list(k)}"
+        )
 
 
 def _padded(q: Sequence[int], padding: int, k: Sequence[int], device: Any) -> tuple[SequenceInfo, PaddedSequenceInfo]:

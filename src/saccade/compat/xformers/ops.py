@@ -152,10 +152,7 @@ def _check_rows(attn_bias: Any, q: Tensor, k: Tensor) -> None:
     if q.shape[0] == k.shape[0] == 1 and fits:
         return
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}"
-    raise ValueError(
-        f"with {type(attn_bias).__name__} of {rows} rows and {keys} keys, tensors are (1, t, …), with as many; got "
-        f"{shapes}"
-    )
+    raise ValueError(f"{type(attn_bias).__name__} is for query (1, {rows}, …) and key (1, {keys}, …), got {shapes}")
 
 
 def _added(t: Tensor, q: Tensor) -> ScoreMod:
