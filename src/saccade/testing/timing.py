@@ -189,6 +189,8 @@ def _paced(one: Timed, watch: Stopwatch, clock: Clock) -> _Pace:
     one.call()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
+    if not one.before:  # as many as the host enqueues while the device waits
+        repeats = max(1, min(repeats, int(_SPIN / (1.5 * host))))
     return _Pace(repeats, 1e-4 + 1.5 * host * (1 if one.before else repeats))
 
 
