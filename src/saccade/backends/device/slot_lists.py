@@ -159,10 +159,10 @@ def _slots_launch(launches: Launches, programs: int, lists: Selected, rows: tl.c
 def shared_rows(group: int) -> int:
     """How many rows of so many heads fill a tile of 64, or half of it.
 
-    >>> [shared_rows(n) for n in (64, 20, 16, 8, 1)]
-    [1, 2, 4, 8, 8]
+    >>> [shared_rows(n) for n in (128, 64, 20, 16, 8, 1)]
+    [1, 1, 2, 4, 8, 8]
     """
-    return max(1, min(MOST_SHARED, 1 << (64 // max(group, 1)).bit_length() - 1))
+    return max(1, min(MOST_SHARED, 1 << max(64 // max(group, 1), 1).bit_length() - 1))
 
 
 def as_pages(call: Call, launches: Launches) -> Call:
