@@ -47,6 +47,7 @@ EIGHT_BITS = (
     "d64/32 causal wide", "d64/64 full wide relative_bias", "d512/512 masked",
 )  # fmt: skip
 LISTED = "union", "listed", "listed_dq", "listed_dkdv"
+TOKENS = "token_keys", "token_weights", "token_dq", "token_parts", "token_sums"
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
 _MOVED = "rank_sums", "spread_rows"
@@ -77,6 +78,7 @@ def features() -> Iterator[str]:
         yield from (f"triton {name} {size} few grouped" for name in LISTED[1:])
     yield "triton union 16bit d128/128 few grouped"
     yield "triton listed 16bit d128/128 keys grouped"
+    yield from (f"triton {name} 16bit d576/512" for name in TOKENS)
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)
@@ -109,6 +111,8 @@ def compiled(name: str) -> tuple[Any, int]:
         return triton_others.rank_sums(row.dtype, row.d), 0
     if row.kernel == "spread_rows":
         return triton_others.spread_rows(row.dtype, row.d), 0
+    if row.kernel in TOKENS:
+        return triton_others.tokens(row.kernel, row.d, row.d_v, row.dtype), 0
     if row.kernel == "paged":
         word, *features = row.words
         if word in ("append", "slots"):

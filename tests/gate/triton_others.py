@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 from saccade.backends import Append, Quantization, Rotary
+from saccade.backends.device import slot_lists
 from saccade.backends.device.records import TensorArgs
 from saccade.backends.triton import append as append_rows
 from saccade.backends.triton import paged as pages
 from saccade.backends.triton import quantize as quantizing
-from saccade.backends.triton import rank_rows
+from saccade.backends.triton import rank_rows, token_lists
 from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS, Factors
-from saccade.layouts import CacheSlots, Paged, empty_bytes
-from saccade.masks import causal, prefix, window
+from saccade.layouts import CacheSlots, Dense, Paged, empty_bytes
+from saccade.masks import causal, prefix, selected, window
 from tests.gate.rows import warmed
 
 ROWS = "decode", "fixed", "prompt", "drafts", "drafts16", "merge", "merges"
@@ -68,6 +69,23 @@ def paged(word: str, d: int, d_v: int, dtype: torch.dtype, max_scores: bool = Fa
     operands = TensorArgs.of(q), TensorArgs.of(caches[0]), None if pages.reads_once(call) else TensorArgs.of(caches[1])
     given = pages.arguments(call, split, parted=name == "part")
     return warmed(pages.prepare(name, call, split), (*operands, *target, top, *given))
+
+
+def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
+    """Gradients of lists of tokens: 128 heads of 512 rows, each with 2,048 keys."""
+    q, k = torch.empty(1, 128, 512, d, dtype=dtype), torch.empty(1, 1, 4096, d, dtype=dtype)
+    tables = torch.zeros(1, 1, 512, 2048, dtype=torch.int32), torch.zeros(1, 1, 512, dtype=torch.int32)
+    call = Call.of_views(q, k, k[..., :d_v], Dense(), mask=selected(tables[0]) & causal())
+    if kernel == "token_keys":
+        return warmed(*slot_lists.keys_launch(call, {}, *tables))
+    work, numbers = token_lists.Work.of(call, {}, 1, 2048), torch.empty(16)
+    memory = torch.empty(16, dtype=dtype), numbers
+    if kernel == "token_sums":
+        order = torch.empty(16, dtype=torch.int32)
+        return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), numbers, order, order))
+    rows = TensorArgs.of(q), TensorArgs.of(k), None, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
+    made = work.made(rows, work.keys(tables, memory, 0), 64)
+    return warmed(*dict(zip(("token_weights", "token_dq", "token_parts"), made, strict=False))[kernel])
 
 
 def append(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain, selected, softcap, window
 from saccade.backends import backend_module, cpu
+from saccade.backends.device import slot_lists
+from saccade.call import Call
 from saccade.ops import dispatch
 from saccade.testing import check
 from saccade.testing.cases import Case
@@ -67,6 +69,16 @@ def test_which_kernel_takes_what(on_hopper, heads, s_q, changes, reason):
     assert told.spec.latent
     assert told.backend == ("gluon" if reason is None else "triton")
     assert reason is None or reason in "; ".join(told.reasons["gluon"]) or given["dtype"] == torch.float32
+
+
+@pytest.mark.parametrize("heads", [128, 100, 65, 64, 16, 1])
+def test_tables_of_many_rows_of_any_number_of_heads(heads):
+    """From LEAST_ROWS rows on neighbours share a table, if a tile has room for the heads of two."""
+    rows = slot_lists.LEAST_ROWS
+    kv, q = torch.empty(1, 9, 1, D).bfloat16(), torch.empty(1, rows, heads, D).bfloat16()
+    mask = selected(torch.zeros(1, 1, rows, 2).int())
+    lists = slot_lists.SlotLists.empty(Call(q, kv, kv[..., :D_V], mask=mask, layout=Dense("bshd")), shares=True)
+    assert lists.rows == max(1, min(8, 64 // heads))
 
 
 @pytest.mark.parametrize(

@@ -126,22 +126,23 @@ class SlotLists(NamedTuple):
 
 def keys_of_rows(call: Call, launches: Launches) -> tuple[Tensor, Tensor]:
     """The keys that each row of a dense call sees, int32 (b, heads with lists, s_q, n), and how many of n count."""
-    lists, others = _listed(call)
-    (b, _, s_q, _), n = call.q.shape, lists.lists.shape[-1] * lists.keys
-    heads, make = lists.lists.shape[1], {"dtype": torch.int32, "device": call.q.device}
+    lists, (b, _, s_q, _) = _listed(call)[0], call.q.shape
+    heads, n, make = (
+        lists.lists.shape[1],
+        lists.lists.shape[-1] * lists.keys,
+        {"dtype": torch.int32, "device": call.q.device},
+    )
     table, used = torch.empty(b, heads, s_q, n, **make), torch.empty(b, heads, s_q, **make)
     if used.numel():
         with on_device(table):
-            launch, arguments = keys_launch(call, launches, (lists, others), table, used)
+            launch, arguments = keys_launch(call, launches, table, used)
             launch(table.device.index, arguments)
     return table, used
 
 
-def keys_launch(
-    call: Call, launches: Launches, masks_of: tuple[Selected, Mask | None], table: Tensor, used: Tensor
-) -> GivenLaunch:
-    """The launch that writes these tables. masks_of: the list, and what is beside it."""
-    lists, others = masks_of
+def keys_launch(call: Call, launches: Launches, table: Tensor, used: Tensor) -> GivenLaunch:
+    """The launch that writes these tables."""
+    lists, others = _listed(call)
     _, heads, s_q, n = table.shape
     records = ListArgs.of(lists, call), None, *positions.spans(call), masks.device_args(call.replace(mask=others))
     launch = _slots_launch(launches, used.numel(), lists, tl.constexpr(1))
@@ -158,10 +159,10 @@ def _slots_launch(launches: Launches, programs: int, lists: Selected, rows: tl.c
 def shared_rows(group: int) -> int:
     """How many rows of so many heads fill a tile of 64, or half of it.
 
-    >>> [shared_rows(n) for n in (64, 20, 16, 8, 1)]
-    [1, 2, 4, 8, 8]
+    >>> [shared_rows(n) for n in (128, 64, 20, 16, 8, 1)]
+    [1, 1, 2, 4, 8, 8]
     """
-    return max(1, min(MOST_SHARED, 1 << (64 // max(group, 1)).bit_length() - 1))
+    return max(1, min(MOST_SHARED, 1 << max(64 // max(group, 1), 1).bit_length() - 1))
 
 
 def as_pages(call: Call, launches: Launches) -> Call:

@@ -27,16 +27,21 @@ from saccade.backends.triton.token_lists_kernel import (
     key_parts_kernel,
     key_sums_kernel,
     token_dq_kernel,
+    token_weights_kernel,
 )
 from saccade.call import Call
 from saccade.layouts import Paged, empty_like_rows
 
 MOST_BYTES = 2 << 30
 """Of parts: what some rows add to dk and dv of their keys."""
-BLOCK_Q, BLOCK_K = 64, 64
-"""Heads, and keys, of a tile of scores and dq."""
-DQ = 8, 1
-"""Warps of its programs, and stages of loads in flight."""
+BLOCK_Q = 64
+"""Heads of a tile."""
+WEIGHTS = 32, 4, 2
+"""Keys of a tile of scores, warps, and stages of loads in flight."""
+DQ = 64, 8, 2
+"""The same of dq."""
+ROOM = 64
+"""What the keys of a row have room for is a multiple of it."""
 PARTS = 128, 128, 8, 3
 """Keys and columns of a tile of parts, warps and stages."""
 SUMS = 512, 8, 4
@@ -60,7 +65,7 @@ class Work:
         """lists: heads that have lists, of n keys each."""
         (b, h_q, s_q, d), h_k = call.q.shape, call.k.shape[1]
         groups = max(lists, h_k)
-        room = max(1, -(-n // BLOCK_K)) * BLOCK_K
+        room = max(1, -(-n // ROOM)) * ROOM
         rows = max(1, min(b * s_q, MOST_BYTES // (groups * room * (d + call.v.shape[3]) * 4)))
         return Work(
             call, launches, Heads(*constants(h_q // groups, groups // h_k, groups // lists)), groups, room, rows
@@ -84,25 +89,29 @@ class Work:
 
     def made(self, given: tuple[Any, ...], keys: RowKeys, rows: int) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
         """The launches that write dq and parts of some rows. given: q, k, v or None, dout, dq, shift and delta."""
-        call, (q, *_, dout, dq, _, _) = self.call, given
-        records = *positions.spans(call), scores.device_args(call)
+        call, (q, k, v, dout, dq, *of_rows) = self.call, given
+        records, (_, h_q, s_q, d) = (*positions.spans(call), scores.device_args(call)), call.q.shape
         form = *((x.unit.value, x.wide.value) for x in (dout, dq)), precision(), rows
-        launch = cached_launch(self.launches, ("tokens dq", *form), lambda: self._of_rows(rows))
-        yield launch, (*given, keys, *records, call.q.shape[1], call.q.shape[2], call.k.shape[2], call.scale)
-        d = call.q.shape[3]
+        launch = cached_launch(
+            self.launches, ("tokens weights", *form), lambda: self._of_rows(token_weights_kernel, rows, *WEIGHTS)
+        )
+        yield launch, (q, k, v, dout, *of_rows, keys, *records, h_q, s_q, call.k.shape[2], call.scale)
+        launch = cached_launch(self.launches, ("tokens dq", *form), lambda: self._of_rows(token_dq_kernel, rows, *DQ))
+        yield launch, (k, dq, keys, h_q, s_q, call.scale)
         for which, x, first, columns, factor in ((1, q, 0, d, call.scale), (0, dout, d, call.v.shape[3], 1.0)):
             launch = cached_launch(
                 self.launches, ("tokens parts", which, *form), lambda n=columns: self._of_keys(rows, n)
             )
-            numbers = *map(runtime_int, (which, first, self.columns)), factor, *call.q.shape[1:3]
+            numbers = *map(runtime_int, (which, first, self.columns)), factor, h_q, s_q
             yield launch, (x, keys, *numbers)
 
-    def _of_rows(self, rows: int) -> Launch:
+    def _of_rows(self, kernel: Any, rows: int, block_k: int, warps: int, stages: int) -> Launch:
         call, share = self.call, self.heads.SHARE.value
         block_q = min(BLOCK_Q, max(16, 1 << (share - 1).bit_length()))
         first, rest = map(tl.constexpr, paged.columns(call.q.shape[3], call.q.dtype))
-        shape = TileShape.of(call, block_q, BLOCK_K)._replace(BLOCK_D=first, REST=rest)
-        return Launch(token_dq_kernel, (rows * self.groups * -(-share // block_q), 1, 1), (shape, self.heads), *DQ, 1)
+        shape = TileShape.of(call, block_q, block_k)._replace(BLOCK_D=first, REST=rest)
+        grid = rows * self.groups * -(-share // block_q), 1, 1
+        return Launch(kernel, grid, (shape, self.heads), warps, stages, 1)
 
     def _of_keys(self, rows: int, columns: int) -> Launch:
         block_h = min(128, max(16, 1 << (self.heads.SHARE.value - 1).bit_length()))

@@ -1,8 +1,9 @@
 """Gradients of rows that each list their keys, from tables of these keys.
 
-A program with rows of q has heads of one row, which share their keys: it gathers them once for scores and dq. It hands
-on the weights and their gradients. What a row adds to its keys is then a plain product for each row, and these parts
-are added up key by key, in the order of rows: no atomics, and the same bits in every run.
+Programs have heads of one row, which share their keys. One kernel gathers the keys for the weights and the gradients of
+their scores, and writes both down; one gathers them again for dq. Together their sums would be more than registers
+hold. What a row adds to its keys is then a plain product for each row, and these parts are added up key by key, in the
+order of rows: no atomics, and the same bits in every run.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -16,7 +17,7 @@ import triton.language as tl
 
 from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, weight_gradient
-from saccade.backends.device.records import plain_int
+from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import head
 from saccade.backends.triton.backward_kernels import apply_slope
 
@@ -75,25 +76,52 @@ def rest_of(x, there, shape):
         return tl.zeros([1, 1], tl.float32)
 
 
-@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def token_dq_kernel(q, k, v, dout, dq, shift, delta, keys, used_q, used_k, score, h_q, s_q, s_k, scale, shape, heads):
-    """dq = scale ds k of BLOCK_Q heads of a row, and `keys.weights`. v: None where it is the first columns of k."""
+@aggregate
+class HeadsOfRow:
+    """The heads of one row that a program has, and their keys."""
+
+    b: Any
+    q_idx: Any
+    h: Any
+    """[block_q]"""
+    there: Any
+    h_k: Any
+    entries: Any
+    """pointer"""
+    length: Any
+    weights: Any
+    """pointers [block_q, 1] to weights of the first key"""
+    ds: Any
+    """the same of gradients of scores"""
+
+
+@triton.jit
+def heads_of_row(keys, h_q, s_q, shape, heads):
+    """What this program has."""
     groups = h_q // heads.SHARE
     tiles: tl.constexpr = (heads.SHARE + shape.BLOCK_Q - 1) // shape.BLOCK_Q
     number = tl.program_id(0) // (groups * tiles)
     row = plain_int(keys.first) + number
     group = tl.program_id(0) % (groups * tiles) // tiles
-    b = row // s_q
-    q_idx = row % s_q
-    _, _, _, rows = extent(used_q, b, s_q)
-    _, _, _, used = extent(used_k, b, s_k)
     # [block_q]
     member = tl.program_id(0) % tiles * shape.BLOCK_Q + tl.arange(0, shape.BLOCK_Q)
     there = member < heads.SHARE
     h = group * heads.SHARE + tl.where(there, member, 0)
-    h_k = group // heads.GROUPS
     list_number, length = row_list(keys, row, group, s_q, groups, heads)
     entries = keys.table + list_number * plain_int(keys.n)
+    room = plain_int(keys.room)
+    weights = keys.weights + (number.to(tl.int64) * h_q + h)[:, None] * room
+    ds = weights + plain_int(keys.rows).to(tl.int64) * h_q * room
+    return HeadsOfRow(row // s_q, row % s_q, h, there, group // heads.GROUPS, entries, length, weights, ds)
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
+def token_weights_kernel(q, k, v, dout, shift, delta, keys, used_q, used_k, score, h_q, s_q, s_k, scale, shape, heads):
+    """`keys.weights` of BLOCK_Q heads of a row. v: None where it is the first columns of k."""
+    own = heads_of_row(keys, h_q, s_q, shape, heads)
+    b, q_idx, h, there = own.b, own.q_idx, own.h, own.there
+    _, _, _, rows = extent(used_q, b, s_q)
+    _, _, _, used = extent(used_k, b, s_k)
     offset = (b.to(tl.int64) * h_q + h) * s_q + q_idx
     row_lse = tl.load(shift + offset, mask=there, other=float("inf"))[:, None]
     row_delta = tl.load(delta + offset, mask=there, other=0.0)[:, None]
@@ -103,17 +131,12 @@ def token_dq_kernel(q, k, v, dout, dq, shift, delta, keys, used_q, used_k, score
     q_rest = rest_of(q_at, there, shape)
     dout_tile = columns_of(head(dout, b, h, q_idx), there, 0, shape.D_V, shape.BLOCK_DV)
     args = ScoreArgs(b, h[:, None], rows, used, used - rows, scale, None, score, None)
-    dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
-    rest_sum = tl.zeros([shape.BLOCK_Q, shape.REST if shape.REST > 0 else 1], tl.float32)
-    room = plain_int(keys.room)
-    weights = keys.weights + (number.to(tl.int64) * h_q + h)[:, None] * room
-    ds_weights = weights + plain_int(keys.rows).to(tl.int64) * h_q * room
-    for start in range(0, length, shape.BLOCK_K):
+    for start in range(0, own.length, shape.BLOCK_K):
         # [block_k]
         i = start + tl.arange(0, shape.BLOCK_K)
-        named = i < length
-        kv_idx = tl.load(entries + i, mask=named, other=0)
-        k_at = head(k, b, h_k, kv_idx)
+        named = i < own.length
+        kv_idx = tl.load(own.entries + i, mask=named, other=0)
+        k_at = head(k, b, own.h_k, kv_idx)
         k_tile = columns_of(k_at, named, 0, shape.D, shape.BLOCK_D)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
         if shape.REST > 0:
@@ -122,24 +145,40 @@ def token_dq_kernel(q, k, v, dout, dq, shift, delta, keys, used_q, used_k, score
         if v is None:
             v_tile = k_tile
         else:
-            v_tile = columns_of(head(v, b, h_k, kv_idx), named, 0, shape.D_V, shape.BLOCK_DV)
+            v_tile = columns_of(head(v, b, own.h_k, kv_idx), named, 0, shape.D_V, shape.BLOCK_DV)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
         p, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], False)
         ds = apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
-        p = tl.where(named[None, :], p, 0.0).to(k_tile.dtype)
-        ds = tl.where(named[None, :], ds, 0.0).to(k_tile.dtype)
-        tl.store(weights + i[None, :], p, mask=there[:, None])
-        tl.store(ds_weights + i[None, :], ds, mask=there[:, None])
+        p, ds = tl.where(named[None, :], p, 0.0), tl.where(named[None, :], ds, 0.0)
+        tl.store(own.weights + i[None, :], p.to(k_tile.dtype), mask=there[:, None])
+        tl.store(own.ds + i[None, :], ds.to(k_tile.dtype), mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["h_q", "s_q"])
+def token_dq_kernel(k, dq, keys, h_q, s_q, scale, shape, heads):
+    """dq = scale ds k of BLOCK_Q heads of a row, from `keys.weights`."""
+    own = heads_of_row(keys, h_q, s_q, shape, heads)
+    there = own.there[:, None]
+    dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
+    rest_sum = tl.zeros([shape.BLOCK_Q, shape.REST if shape.REST > 0 else 1], tl.float32)
+    for start in range(0, own.length, shape.BLOCK_K):
+        # [block_k]
+        i = start + tl.arange(0, shape.BLOCK_K)
+        named = i < own.length
+        k_at = head(k, own.b, own.h_k, tl.load(own.entries + i, mask=named, other=0))
+        ds = tl.load(own.ds + i[None, :], mask=there & named[None, :], other=0.0)  # others were not written
+        k_tile = columns_of(k_at, named, 0, shape.D, shape.BLOCK_D)
         dq_sum = tl.dot(ds, k_tile, dq_sum, input_precision=shape.PRECISION)
         if shape.REST > 0:
+            k_rest = columns_of(k_at, named, shape.BLOCK_D, shape.D, shape.REST)
             rest_sum = tl.dot(ds, k_rest, rest_sum, input_precision=shape.PRECISION)
-    at = head(dq, b, h, q_idx)[:, None]
+    at = head(dq, own.b, own.h, own.q_idx)[:, None]
     d = tl.arange(0, shape.BLOCK_D)[None, :]
     dtype: tl.constexpr = dq.ptr.dtype.element_ty
-    tl.store(at + d, (dq_sum * scale).to(dtype), mask=there[:, None] & (d < shape.D))
+    tl.store(at + d, (dq_sum * scale).to(dtype), mask=there & (d < shape.D))
     if shape.REST > 0:
         d = shape.BLOCK_D + tl.arange(0, shape.REST)[None, :]
-        tl.store(at + d, (rest_sum * scale).to(dtype), mask=there[:, None] & (d < shape.D))
+        tl.store(at + d, (rest_sum * scale).to(dtype), mask=there & (d < shape.D))
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
