@@ -5,7 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, attention, causal, mask_mod, selected, selected_blocks, softcap, window
+from saccade import (
+    Dense,
+    Packed,
+    Paged,
+    alibi,
+    attention,
+    causal,
+    explain,
+    mask_mod,
+    selected,
+    selected_blocks,
+    softcap,
+    window,
+)
+from saccade.backends import key_lists
 from saccade.testing.accuracy import check
 from tests.masks.test_selected import lists
 
@@ -145,6 +159,17 @@ def test_gathered_blocks(h_q, h_k, d, size):
     table = torch.randperm(90, device="cuda").view(2, 45).int()
     layout = Paged(table, torch.tensor([700, 333], device="cuda"), torch.tensor([0, 130, 267], device="cuda").int())
     check(q, *cache, mask=mask, layout=layout).assert_ok()
+
+
+@pytest.mark.parametrize(("h_q", "h_k", "d", "d_v"), [(64, 1, 128, 128), (16, 2, 64, 64), (4, 4, 96, 40)])
+def test_gradients_of_few_keys(h_q, h_k, d, d_v, monkeypatch):
+    """Without a table of bits."""
+    monkeypatch.setattr(key_lists, "FEW", 0)
+    given = operands(h_q=h_q, h_k=h_k, s_q=70, d=d, d_v=d_v)
+    for heads in {1, h_k, h_q}:
+        mask = selected(on(B, heads, 70, 100), lengths(100, B, heads, 70)) & causal()
+        assert "gradients too" in explain(*given, mask=mask, backend="triton").lists
+        check(*given, mask=mask, sink=torch.randn(h_q, device="cuda"), deterministic=True, backend="triton").assert_ok()
 
 
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])

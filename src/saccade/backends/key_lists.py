@@ -64,6 +64,9 @@ MOST_ENTRIES = 1 << 30
 UNION_ROWS = 64
 """The same where lists of neighbouring rows are joined; half as many of float32 and of wide heads. A bit for each of 32
 rows says whose list has an entry."""
+FEW = 256
+"""Keys times the heads that share a list, over the keys that it names, from which gradients gather these: what each row
+adds to a key is written and read once for each list, and other kernels take time for every key and head."""
 MOST_SORTED = 2048
 """Entries that a program sorts, so that each comes once."""
 LEAST_KEYS = 16
@@ -156,11 +159,27 @@ def row_lists_obstacle(call: Call) -> str | None:
 
 
 def tokens_of_rows(call: Call, gradient: bool = False) -> bool:
-    """Whether the portable kernels gather the keys that each row of latents lists, for all of its heads."""
-    wide = call.latent and call.q.shape[3] > 256 and call.q.dtype.itemsize == 2 and call.dropout is None
-    if not wide or call.layout.has_pages or row_lists_obstacle(call) is not None:
+    """Whether the portable kernels gather the keys that each row of latents lists, for all of its heads. Gradients are
+    those of other keys too, where rows list few of them."""
+    if call.q.dtype.itemsize != 2 or call.dropout is not None or call.layout.has_pages:
         return False
-    return not gradient or call.score is None or not call.score.tensors
+    if gradient and call.score is not None and call.score.tensors:
+        return False
+    wide = call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
+    return wide or (gradient and _few_tokens(call))
+
+
+def _few_tokens(call: Call) -> bool:
+    """Whether gradients of lists of keys are faster without a table, or have no room for one."""
+    if (found := one_list(call)) is None or call.layout.cu_seqlens_q is not None or call.k.dtype != call.q.dtype:
+        return False
+    (lists, others), d, d_v = found, call.k.shape[3], call.v.shape[3]
+    if others is not None and "h" in others.indices:
+        return False
+    n, s_k, share = lists.lists.shape[-1] * lists.keys, call.k.shape[2], call.q.shape[1] // listed_heads(lists, call)
+    if lists.rows >= TILE or lists.keys >= LEAST_KEYS or lists.end_to_end or max(d, d_v) > 512 or not call.k.numel():
+        return False
+    return n * FEW <= s_k * share or _bytes(call) > MOST_BYTES
 
 
 def _lists(masks: Iterable[Mask]) -> list[Selected]:
@@ -176,6 +195,10 @@ def _bytes(call: Call) -> int:
     return sum(4 * shape.lists * shape.words for shape in shapes)
 
 
+GATHERING = "gluon", "triton"
+"""Backends whose gradients gather keys, those of gluon by triton's kernels."""
+
+
 def explanation(call: Call, backend: str) -> str | None:
     """One line on how a backend runs the lists of a call, if it has some."""
     if not (lists := _all_lists(call)) or backend == "reference":
@@ -183,7 +206,7 @@ def explanation(call: Call, backend: str) -> str | None:
     if backend == "triton" and gathers(call):
         joined = list_tile(call)
         rows = f", joined for {joined.rows} rows" if joined is not None and joined.entries else ""
-        whole = "too" if gathers(call, gradient=True) else "by a table of bits"
+        whole = "too" if gathers(call, True) or tokens_of_rows(call, True) else "by a table of bits"
         text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
         return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
     latent = call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
@@ -194,7 +217,8 @@ def explanation(call: Call, backend: str) -> str | None:
         return f"lists of keys: {made}all tiles of keys in use are computed and masked"
     whole = all(leaf.rows >= TILE and leaf.keys >= TILE for leaf in lists)
     masked = "masked only where a list ends inside" if whole else "masked key by key"
-    return f"lists of keys: {made}tiles of {TILE} rows and {TILE} keys with a listed key are computed, {masked}"
+    also = "; gradients gather the keys of each row" if backend in GATHERING and tokens_of_rows(call, True) else ""
+    return f"lists of keys: {made}tiles of {TILE} rows and {TILE} keys with a listed key are computed, {masked}{also}"
 
 
 def refusals(call: Call) -> list[str]:

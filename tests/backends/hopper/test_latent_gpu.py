@@ -189,6 +189,50 @@ def test_lists_of_rows(heads: int) -> None:
     assert torch.equal(compiled.lse, out.lse)
 
 
+@pytest.mark.parametrize("heads", [1, 8, 16, 64, 100, 128])
+def test_gradients_of_lists(heads: int) -> None:
+    """Some rows see no key, some lists name what is none, and one key is in all; the same bits in each call."""
+    torch.manual_seed(heads)
+    b, s_q, s_k, n = 2, 45, 300, 130
+    q = torch.randn(b, s_q, heads, 576, device="cuda").bfloat16()
+    kv = torch.randn(b, s_k, 1, 576, device="cuda").bfloat16()
+    lists = torch.rand(b, 1, s_q, s_k + 100, device="cuda").argsort(-1)[..., :n].int() - 50
+    lists = torch.where(lists == 7, -1, lists)
+    lists[..., 0] = 7
+    used = torch.randint(0, n + 1, (b, 1, s_q), device="cuda").int()
+    sink, dlse = torch.randn(heads, device="cuda"), torch.randn(b, heads, s_q, device="cuda")
+    layout, dense = Dense("bshd", torch.tensor([45, 31], device="cuda")), Dense("bshd")
+    check(q, kv, kv[..., :512], mask=selected(lists, used), layout=layout, sink=sink, dlse=dlse).assert_ok()
+    check(q, kv, kv[..., :512], mask=selected(lists, used) & causal(), layout=dense).assert_ok()
+    leaves = q.requires_grad_(), kv.requires_grad_()
+    dout = torch.randn(b, s_q, heads, 512, device="cuda").bfloat16()
+
+    def gradients() -> Any:
+        out = attention(q, kv, kv[..., :512], mask=selected(lists), layout=dense, deterministic=True)
+        return torch.autograd.grad(out, leaves, dout)
+
+    first = gradients()
+    assert all(torch.equal(x, y) for _ in range(5) for x, y in zip(first, gradients(), strict=True))
+
+
+@pytest.mark.parametrize("fill", [-(1 << 31), (1 << 31) - 1, -1, 300, 114514])
+def test_gradients_of_lists_that_name_nothing(fill: int) -> None:
+    """Rows whose entries are no keys read no memory; the only key that is listed is NaN in no gradient of others."""
+    q = torch.randn(1, 9, 20, 576, device="cuda").bfloat16().requires_grad_()
+    kv = torch.full((1, 300, 1, 576), torch.nan, device="cuda").bfloat16()
+    kv[:, 11] = 1
+    kv.requires_grad_()
+    lists = torch.full((1, 1, 9, 70), fill, device="cuda", dtype=torch.int32)
+    lists[:, :, ::2, 33] = 11
+    out = attention(q, kv, kv[..., :512], mask=selected(lists), layout=Dense("bshd"))
+    dq, dkv = torch.autograd.grad(out.sum(), (q, kv))
+    assert torch.equal(out[:, ::2], torch.ones_like(out[:, ::2]))
+    assert not dq.any()
+    assert not dkv[:, :11].any()
+    assert not dkv[:, 12:].any()
+    torch.testing.assert_close(dkv[0, 11, 0, :512], torch.full_like(dkv[0, 11, 0, :512], 5 * 20))
+
+
 @pytest.mark.parametrize(("form", "size", "d"), [("v3.2", 656, 576), ("v4", 584, 512)])
 def test_records(form: str, size: int, d: int) -> None:
     """As on a CPU, in a graph too, where another row is written in each replay."""

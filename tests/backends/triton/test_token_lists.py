@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, attention, causal, explain, mask_mod, selected, softcap, window
+from saccade import Dense, attention, causal, explain, mask_mod, selected, selected_blocks, softcap, window
+from saccade.backends import key_lists
 from saccade.backends.device.records import runtime_int
 from saccade.backends.triton import token_lists
 from saccade.call import Call
@@ -54,6 +55,29 @@ def test_latents(name, memory, monkeypatch):
     given, keywords = (made() for made in CASES[name])
     assert "a program gathers those of a row" in explain(*given, backend="triton", mask=keywords["mask"]).lists
     check(*given, backend="triton", **keywords).assert_ok()
+
+
+NARROW = {
+    "keys": lambda: selected(lists(B, 2, 9, 20)),
+    "shared by heads": lambda: selected(lists(1, 1, 9, 20, dtype=torch.int32), torch.tensor([20, 3])) & window(50, 0),
+    "of query heads": lambda: selected(lists(B, 6, 3, 20), rows=3),
+    "short blocks": lambda: selected_blocks(lists(B, 2, 9, 3, blocks=9), 8) & causal(),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_gradients_of_few_keys(name, monkeypatch):
+    """Of two key heads, whose values are tensors of their own; a score function may know where keys are."""
+    monkeypatch.setattr(key_lists, "FEW", 0)
+    monkeypatch.setattr(token_lists, "MOST_BYTES", 1 << 16)
+    q, k, v = (torch.randn(B, h, s, d).half() for h, s, d in ((6, 9, 16), (2, 70, 16), (2, 70, 24)))
+    mask = NARROW[name]()
+    assert explain(q, k, v, mask=mask, backend="triton").lists.endswith("gradients too")
+    dlse, sink = torch.randn(B, 6, 9), torch.randn(6)
+    given = {"dlse": dlse, "sink": sink, "score_mod": lambda s, b, h, i, j: s * torch.where(i > j, 0.5, 1.0)}
+    check(q, k, v, mask=mask, backend="triton", **given).assert_ok()
+    layout = Dense("bhsd", torch.tensor([9, 4]), torch.tensor([70, 33]))
+    check(q, k, v, mask=mask, layout=layout, backend="triton").assert_ok()
 
 
 def test_inverted_lists():

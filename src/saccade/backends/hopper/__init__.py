@@ -7,7 +7,7 @@ from dataclasses import replace
 from saccade.backends import ANY_SCORE, Gradients, Launches, Outputs, Saved, Support, device, score_workspace
 from saccade.backends.hopper.forward import config
 from saccade.backends.hopper.latent import limits
-from saccade.backends.key_lists import gathers
+from saccade.backends.key_lists import gathers, tokens_of_rows
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
 from saccade.call.call import Arrivals
@@ -76,7 +76,7 @@ def refusals(call: Call, gradient: bool) -> list[str]:
 def slower_than_next(call: Call, gradient: bool) -> str | None:
     """Why "auto" leaves the call, or its backward, to the next backend, or None: lists of keys for few rows, and a bias
     that TMA cannot load, at d up to 64 (notes/scores.md)."""
-    if gathers(call, gradient):
+    if gathers(call, gradient) or (gradient and tokens_of_rows(call, gradient)):
         return "triton gathers listed keys for few rows, where a tile of rows would visit many more"
     if gradient:
         return None

@@ -34,6 +34,7 @@ from saccade.layouts import Paged, empty_like_rows
 
 MOST_BYTES = 2 << 30
 """Of parts: what some rows add to dk and dv of their keys."""
+PARTS_OF: dict[torch.dtype, torch.dtype] = {}
 BLOCK_Q = 64
 """Heads of a tile."""
 WEIGHTS = 32, 4, 2
@@ -66,7 +67,8 @@ class Work:
         (b, h_q, s_q, d), h_k = call.q.shape, call.k.shape[1]
         groups = max(lists, h_k)
         room = max(1, -(-n // ROOM)) * ROOM
-        rows = max(1, min(b * s_q, MOST_BYTES // (groups * room * (d + call.v.shape[3]) * 4)))
+        of_row = groups * room * (d + call.v.shape[3]) * PARTS_OF.get(call.q.dtype, torch.float32).itemsize
+        rows = max(1, min(b * s_q, MOST_BYTES // of_row))
         return Work(
             call, launches, Heads(*constants(h_q // groups, groups // h_k, groups // lists)), groups, room, rows
         )
@@ -79,7 +81,8 @@ class Work:
         """Memory for weights and parts of some rows."""
         q, columns = self.call.q, self.columns
         weights = torch.empty(2, self.rows, q.shape[1], self.room, dtype=q.dtype, device=q.device)
-        parts = torch.empty(self.rows * self.groups * self.room, columns, dtype=torch.float32, device=q.device)
+        dtype = PARTS_OF.get(q.dtype, torch.float32)
+        parts = torch.empty(self.rows * self.groups * self.room, columns, dtype=dtype, device=q.device)
         return weights, parts
 
     def keys(self, tables: tuple[Tensor, Tensor], memory: tuple[Tensor, Tensor], first: int) -> RowKeys:
@@ -109,7 +112,9 @@ class Work:
         call, share = self.call, self.heads.SHARE.value
         block_q = min(BLOCK_Q, max(16, 1 << (share - 1).bit_length()))
         first, rest = map(tl.constexpr, paged.columns(call.q.shape[3], call.q.dtype))
-        shape = TileShape.of(call, block_q, block_k)._replace(BLOCK_D=first, REST=rest)
+        shape = TileShape.of(call, block_q, block_k)
+        if rest.value:
+            shape = shape._replace(BLOCK_D=first, REST=rest)
         grid = rows * self.groups * -(-share // block_q), 1, 1
         return Launch(kernel, grid, (shape, self.heads), warps, stages, 1)
 

@@ -33,7 +33,7 @@ class RowKeys(NamedTuple):
     weights: Any
     """(2, rows, h_q, room): weights of keys, and gradients of their scores"""
     parts: Any
-    """float32 (rows, groups, room, d + d_v): what each row adds to dk and dv of its keys, from all heads of a group"""
+    """(rows, groups, room, d + d_v): what each row adds to dk and dv of its keys, from all heads of a group"""
     first: Any
     """the first of these rows"""
     rows: Any
@@ -215,7 +215,8 @@ def key_parts_kernel(
             others = _of_heads(x, b, first_h, first + member, heads.SHARE, at % s_q, d, D)
             part = tl.dot(tl.trans(w_tile), others, part, input_precision="ieee")
         target = parts + i.to(tl.int64)[:, None] * columns + d[None, :]
-        tl.store(target, part * factor, mask=(i < length)[:, None] & (d < D)[None, :])
+        part = (part * factor).to(keys.parts.dtype.element_ty)
+        tl.store(target, part, mask=(i < length)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -251,5 +252,6 @@ def key_sums_kernel(sums, parts, order, first, columns, BLOCK: tl.constexpr, ROW
         i = start + tl.arange(0, ROWS)
         number = tl.load(order + i, mask=i < end, other=0).to(tl.int64)
         there = (i < end)[:, None] & (c < columns)[None, :]
-        total += tl.sum(tl.load(parts + number[:, None] * columns + c[None, :], mask=there, other=0.0), 0)
+        some = tl.load(parts + number[:, None] * columns + c[None, :], mask=there, other=0.0)
+        total += tl.sum(some.to(tl.float32), 0)
     tl.store(target, total, mask=c < columns)
