@@ -21,6 +21,7 @@ from saccade import Packed, bias, causal
 from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
 from saccade.backends.hopper.backward import load as backward_load
 from saccade.backends.hopper.backward import pipeline as backward_pipeline
+from saccade.backends.hopper.backward import wide as backward_wide
 from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
 from saccade.backends.hopper.forward import epilogue, kernel, load
 from saccade.backends.hopper.pipeline import Ring, Slots
@@ -166,6 +167,10 @@ BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no fence before dq leaves": ([(backward_pipeline, "fence_async_shared", no_fence)], Race),
     "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
 }
+TALL: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no fence before ds is read": ([(backward_wide, "fence_async_shared", no_fence)], Race),
+    "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
+}
 
 
 WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
@@ -192,6 +197,7 @@ LEARNED: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
 KERNELS = {
     "forward": FORWARD,
     "backward": BACKWARD,
+    "tall": TALL,
     "wide": WIDE,
     "few": FEW,
     "packed": PACKED,
@@ -205,6 +211,9 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     torch.manual_seed(0)
     more: dict[str, Any] = {}
     q, k, v = torch.randn(3, 1, 2, 496, 64, dtype=torch.bfloat16).unbind()
+    if kernel == "tall":  # 128 keys of head dims above 128
+        q, k, v = torch.randn(3, 1, 1, 300, 192, dtype=torch.bfloat16).unbind()
+        v = v[..., :128].contiguous()
     if kernel == "wide":  # with a mask out has a place of its own
         q, k, v = torch.randn(3, 1, 2, 496, 256, dtype=torch.bfloat16).unbind()
         more = {"mask": causal()}
@@ -220,7 +229,7 @@ def rejected(seed: int, kernel: str) -> Exception | None:
         more = {"score_mod": bias(torch.randn(1, 2, 450, 264, dtype=torch.bfloat16, requires_grad=True))}
     try:
         with emulated(seed, processors=1):
-            check(q, k, v, backend="gluon", backward=kernel in ("backward", "learned"), **more).assert_ok()
+            check(q, k, v, backend="gluon", backward=kernel in ("backward", "tall", "learned"), **more).assert_ok()
     except (EmulatorError, AssertionError) as error:
         return error
     return None

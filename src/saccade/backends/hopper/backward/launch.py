@@ -18,7 +18,7 @@ from saccade.backends.device.launch import multiprocessors, on_device, per_row
 from saccade.backends.device.records import FLAGS, PackedRowsArgs, TensorArgs, runtime_int
 from saccade.backends.hopper import GRADIENT
 from saccade.backends.hopper.backward.dq import DQSemaphore, rank_kernel
-from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan, share_by_share
+from saccade.backends.hopper.backward.plan import BackwardConfig, BackwardPlan, is_plain, share_by_share
 from saccade.backends.hopper.backward.scores import BackwardScoreArgs, PackedGradients
 from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
@@ -69,7 +69,7 @@ def backward(
         )
         key = *key, captured and captured.key
         plan = launches.get(key)
-        config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None)
+        config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None, is_plain(call))
         if plan is None:
             processors = multiprocessors(q.device)
             plan = BackwardPlan.of(call, dout, out, gradients, processors, config, captured)

@@ -26,6 +26,7 @@ from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
+from saccade.masks import Window
 from saccade.scores import Traced
 
 SECTION = 4
@@ -46,6 +47,17 @@ L2_BYTES = 32 << 20
 turns (notes/distributed.md)."""
 
 
+def has_plain_scores(call: Call) -> bool:
+    return call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
+
+
+def is_plain(call: Call) -> bool:
+    """Whether a call has plain scores, at most a window, and adds to dq in any order."""
+    if call.deterministic or call.bounds_per_row or not has_plain_scores(call):
+        return False
+    return call.mask is None or isinstance(call.mask, Window)
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """How a kernel cuts head dims d and d_v, rows and keys."""
@@ -62,15 +74,16 @@ class BackwardConfig:
     """of one program of preprocess_kernel"""
 
     @staticmethod
-    def of(d: int, d_v: int, captured: bool = False) -> BackwardConfig:
+    def of(d: int, d_v: int, captured: bool = False, plain: bool = False) -> BackwardConfig:
         """captured: score functions take tiles of a captured tensor, for which there is room and registers beside 64
-        rows."""
+        rows. plain: see `is_plain`; there are registers for 128 keys of 192 and 128 columns then."""
         if max(d, d_v) <= 64:
             return BackwardConfig(backward_kernel, 64 if captured else 128, 128, 64, 64, 64, 64)
         if max(d, d_v) <= 128:
             return BackwardConfig(backward_kernel, 64, 128, 128, 128, 128, 64)
         columns, v_columns = (max(128, -(-n // 64) * 64) for n in (d, d_v))
-        return BackwardConfig(wide_backward_kernel, 64, 64, columns, v_columns, 64, 32)
+        block_k = 128 if plain and columns + v_columns == 320 else 64
+        return BackwardConfig(wide_backward_kernel, 64, block_k, columns, v_columns, 64, 32)
 
     @property
     def stays(self) -> bool:
@@ -182,8 +195,7 @@ class BackwardPlan:
         # In front of the products, Triton 3.6 has no registers for a union's many comparisons, nor for a prefix.
         block_sparse = call.mask is not None and call.mask.block_sparse
         spills = block_sparse or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
-        plain_scores = call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
-        fold = block_q == 64 and plain_scores and not spills
+        fold = block_q == 64 and has_plain_scores(call) and not spills
         masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
         section = section_size(call, config, divided, kv_blocks)
         if packed:  # in rows, as sequences have more or fewer

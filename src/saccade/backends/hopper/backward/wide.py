@@ -1,4 +1,4 @@
-"""The Hopper backward above d = 128: a program owns 64 keys and walks over the query rows that see them."""
+"""The Hopper backward above d = 128: a program owns 64 or 128 keys and walks over the query rows that see them."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
+from saccade.backends.device.records import LOG2E
 from saccade.backends.hopper.backward.dq import (
     PIECE,
     acquire,
@@ -32,6 +33,7 @@ from saccade.backends.hopper.backward.pipeline import (
     OTHER_REGISTERS,
     Q_EMPTY,
     THREADS,
+    DSExchange,
     PDSExchange,
 )
 from saccade.backends.hopper.backward.scores import BackwardArgs, ScoreTile, bounds_of_rows, spread
@@ -61,12 +63,19 @@ def first_part(d):
 
 
 @gluon.constexpr_function
+def products(d):
+    """How many products of warps one over d columns is."""
+    return 2 if d == 192 else 1
+
+
+@gluon.constexpr_function
 def slots(d):
     """Chunks that a stage has room for: a power of two, so that tiles of any width begin at a stage."""
     return 2 if d == 128 else 4
 
 
 SCORES = gl.constexpr(product_layout(64))
+HALF = gl.constexpr(product_layout(32))
 
 
 @aggregate
@@ -80,15 +89,17 @@ class WideShared:
     kv_full: gl.shared_memory_descriptor
     neg_lse: gl.shared_memory_descriptor
     neg_delta: gl.shared_memory_descriptor
-    exchange: PDSExchange
+    exchange: Value
+    """a PDSExchange, or of 128 keys a DSExchange"""
 
 
 @gluon.jit
 def part(tiles, stage, D: gl.constexpr, START: gl.constexpr, COLUMNS: gl.constexpr):
-    """Columns from START on of the tile [64, D] in a stage, [64, COLUMNS]."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, COLUMNS], tiles.dtype)
+    """Columns from START on of the tile [rows, D] in a stage, [rows, COLUMNS]."""
+    ROWS: gl.constexpr = tiles.shape[3]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], tiles.dtype)
     PARTS: gl.constexpr = slots(D) * BLOCK // COLUMNS
-    parts = view(tiles, [tiles.shape[0] * BLOCK // COLUMNS, BLOCK, COLUMNS], LAYOUT)
+    parts = view(tiles, [tiles.shape[0] * BLOCK // COLUMNS, ROWS, COLUMNS], LAYOUT)
     return parts.index(stage * PARTS + START // COLUMNS)
 
 
@@ -104,26 +115,34 @@ def zeros(D: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(tiles, other, stage, start, D: gl.constexpr, ONTO: gl.constexpr):
-    """Starts x y^T [64, 64], onto `start` if ONTO; x is all of `tiles`, and y a stage of `other`."""
+def issue_scores(
+    tiles, other, stage, start, D: gl.constexpr, ONTO: gl.constexpr, KEY: gl.constexpr = 0, ROW: gl.constexpr = 0
+):
+    """Starts x y^T [64, N], onto `start` if ONTO; x is 64 keys of `tiles` from KEY on, and y N rows of a stage of
+    `other` from ROW on."""
+    N: gl.constexpr = start.shape[1]
     WIDE: gl.constexpr = first_part(D)
-    x = part(tiles, 0, D, 0, WIDE)
-    s = warpgroup_mma(x, part(other, stage, D, 0, WIDE).permute((1, 0)), start, use_acc=ONTO, is_async=True)
+    x = part(tiles, 0, D, 0, WIDE).slice(KEY, BLOCK, 0)
+    y = part(other, stage, D, 0, WIDE).slice(ROW, N, 0)
+    s = warpgroup_mma(x, y.permute((1, 0)), start, use_acc=ONTO, is_async=True)
     if WIDE < D:
-        x = part(tiles, 0, D, WIDE, D - WIDE)
-        s = warpgroup_mma(x, part(other, stage, D, WIDE, D - WIDE).permute((1, 0)), s, is_async=True)
+        x = part(tiles, 0, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0)
+        y = part(other, stage, D, WIDE, D - WIDE).slice(ROW, N, 0)
+        s = warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def issue_sum(x, tiles, stage, acc, D: gl.constexpr):
-    """Starts acc += x y, part by part; x [64, 64] in registers, y a stage of `tiles`."""
+def issue_sum(x, tiles, stage, acc, D: gl.constexpr, ROW: gl.constexpr = 0):
+    """Starts acc += x y, part by part; x [64, N] in registers, y N rows of a stage of `tiles` from ROW on."""
+    N: gl.constexpr = x.shape[1]
     WIDE: gl.constexpr = first_part(D)
     operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[0].type.layout, 2))
-    wide = warpgroup_mma(operand, part(tiles, stage, D, 0, WIDE), acc[0], is_async=True)
+    wide = warpgroup_mma(operand, part(tiles, stage, D, 0, WIDE).slice(ROW, N, 0), acc[0], is_async=True)
     if WIDE < D:
         operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[1].type.layout, 2))
-        return wide, warpgroup_mma(operand, part(tiles, stage, D, WIDE, D - WIDE), acc[1], is_async=True)
+        y = part(tiles, stage, D, WIDE, D - WIDE).slice(ROW, N, 0)
+        return wide, warpgroup_mma(operand, y, acc[1], is_async=True)
     else:
         return (wide,)
 
@@ -319,6 +338,153 @@ def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constex
     store(dk_desc, x, dk, args.scale, block, shared.q_ring.tiles, (steps - 1) % 2, D)
 
 
+# The consumers where dk and dv have 320 columns together, as for 192 and 128: each has both sums of 64 of the program's
+# 128 keys, which are 160 of its registers. So a program adds to dq half as often for a key, and p stays where it is.
+#
+# For s and dp there is room for 32 rows at a time, and for 64 columns of dq: the third 64 of a step fall to one
+# consumer and the other in turn. They are in a loop, as ptxas would start the second ones before the first have left.
+
+
+@aggregate
+class TallConsumer:
+    """What the steps of a consumer have in common; c: which of the two it is."""
+
+    c: gl.constexpr
+    args: BackwardArgs
+    shared: WideShared
+    block: KVBlock
+    dq_accum: gl.tensor
+    kv_idx: gl.tensor
+    steps: gl.tensor
+    D: gl.constexpr
+    D_V: gl.constexpr
+
+    @gluon.jit
+    def issue_half(self, n, h, q_block, ROW: gl.constexpr, MASKED: gl.constexpr):
+        """Starts s and dp [64, 32] of the rows from ROW on of a q block."""
+        KEY: gl.constexpr = self.c * BLOCK
+        shared = self.shared
+        stage = n % 2
+        tile = ScoreTile(self.args, None, self.block, h, q_block * BLOCK + ROW, self.kv_idx, (), MASKED, ())
+        zero = gl.zeros([BLOCK, 32], gl.float32, HALF)
+        neg_lse = shared.neg_lse.index(stage).slice(ROW, 32, 0).load(gl.SliceLayout(0, HALF))
+        start = tile.start(neg_lse, zero)
+        s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, start, self.D, True, KEY, ROW)
+        return s, issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, self.D_V, False, KEY, ROW)
+
+    @gluon.jit
+    def add_half(self, dk, dv, s, dp, n, ROW: gl.constexpr):
+        """Waits for s and dp, puts ds where dq takes it, and starts dk and dv of these rows."""
+        shared = self.shared
+        DTYPE: gl.constexpr = shared.k_tiles.dtype
+        stage = n % 2
+        # Not what dp starts from: ptxas would wait for s then.
+        delta = shared.neg_delta.index(stage).slice(ROW, 32, 0).load(gl.SliceLayout(0, HALF))
+        s = warpgroup_mma_wait(products(self.D_V), [s])
+        p = gl.exp2(s * (self.args.scale * LOG2E))
+        dp = warpgroup_mma_wait(0, [dp])
+        ds = (p * (dp + gl.expand_dims(delta, 0))).to(DTYPE)
+        shared.exchange.tile(self.c, n).slice(ROW, 32, 1).store(ds)
+        if ROW > 0:
+            fence_async_shared()
+            shared.exchange.give(self.c, n)
+        dv = issue_sum(p.to(DTYPE), shared.dout_ring.tiles, stage, dv, self.D_V, ROW)
+        return issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D, ROW), dv
+
+    @gluon.jit
+    def step(self, dk, dv, n, h, q_block, MASKED: gl.constexpr):
+        """dk, dv and the consumer's columns of dq of one more q block. Returns dk and dv."""
+        c: gl.constexpr = self.c
+        args = self.args
+        shared = self.shared
+        shared.dout_ring.wait(n)
+        # The second half starts while the first one's sums are computed; with a mask there are no registers for that.
+        FLYING: gl.constexpr = 0 if MASKED else products(self.D) + products(self.D_V)
+        s, dp = self.issue_half(n, h, q_block, 0, MASKED)
+        dk, dv = self.add_half(dk, dv, s, dp, n, 0)
+        if not MASKED:
+            s, dp = self.issue_half(n, h, q_block, 32, MASKED)
+        dv = wait_for_sums(len(dk) + FLYING, dv)
+        dk = wait_for_sums(FLYING, dk)
+        if MASKED:
+            s, dp = self.issue_half(n, h, q_block, 32, MASKED)
+        dk, dv = self.add_half(dk, dv, s, dp, n, 32)
+        dv = wait_for_sums(len(dk), dv)
+        dk = wait_for_sums(0, dk)
+        shared.dout_ring.release(n)
+        shared.q_ring.release(n)
+        shared.exchange.take(c, n)
+        shared.q_ring.wait(n + 1, n + 1 < self.steps)
+        # [64, 128]
+        ds = shared.exchange.tiles.index(n & 1).permute((1, 0))
+        block = self.block.q_block_number(h, q_block, args.h_q, args.kv_blocks.q_blocks).to(gl.int64)
+        CHUNKS: gl.constexpr = self.D // BLOCK
+        for i in tl.range(0, CHUNKS // 2 + (CHUNKS % 2) * ((n + c) & 1), disable_licm=True):
+            chunk = c + i * (2 - c)
+            zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
+            k = part(shared.k_tiles, 0, self.D, chunk * BLOCK, BLOCK)
+            dq = warpgroup_mma(ds, k, zero, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, [dq])
+            add_dq(dq, self.dq_accum + (block * CHUNKS + chunk) * PIECE)
+        return dk, dv
+
+    @gluon.jit
+    def store(self, desc, x, acc, factor, tiles, D: gl.constexpr):
+        """Stores factor acc [64, D] in global memory by way of the consumer's rows of `tiles`; x as `store_keys` takes
+        it."""
+        KEY: gl.constexpr = self.c * BLOCK
+        WIDE: gl.constexpr = first_part(D)
+        part(tiles, 0, D, 0, WIDE).slice(KEY, BLOCK, 0).store((acc[0] * factor).to(tiles.dtype))
+        if WIDE < D:
+            part(tiles, 0, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0).store((acc[1] * factor).to(tiles.dtype))
+        fence_async_shared()
+        for i in gl.static_range(D // BLOCK):
+            tile = tiles.index(i).slice(KEY, BLOCK, 2)
+            rows = part(tiles, 0, D, i * BLOCK, BLOCK).slice(KEY, BLOCK, 0)
+            store_keys(desc, x, tile, rows, self.block, self.block.start + KEY, i * BLOCK)
+
+
+@gluon.jit
+def consume_keys(
+    c: gl.constexpr, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr
+):
+    """Consumer c of a program of 128 keys: dk and dv of 64 of them, and its columns of every dq."""
+    dk = zeros(D)
+    dv = zeros(D_V)
+    # [64]
+    kv_idx = block.start + c * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, HALF))
+    group = args.group
+    steps = block.steps(group)
+    consumer = TallConsumer(c, args, shared, block, dq_accum, kv_idx, steps, D, D_V)
+    wait_for_last()
+    mbarrier.wait(shared.kv_full, 0)
+    shared.q_ring.wait(0)
+    if args.MASKED:
+        masked = block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(0, masked, disable_licm=True):
+            dk, dv = consumer.step(dk, dv, n, h, block.edge(i), True)
+            h, i = next_step(h, i, blocks)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, steps, disable_licm=True):
+            dk, dv = consumer.step(dk, dv, n, h, block.inner(i), False)
+            h, i = next_step(h, i, blocks)
+    else:
+        for n in tl.range(steps, disable_licm=True):
+            h, q_block = block.step_at(n, group)
+            dk, dv = consumer.step(dk, dv, n, h, q_block, False)
+    # Both consumers have read all of k when both have come here.
+    shared.exchange.give(c, steps)
+    shared.exchange.take(c, steps)
+    consumer.store(dv_desc, None if packed is None else packed.dv, dv, 1.0, shared.v_tiles, D_V)
+    consumer.store(dk_desc, None if packed is None else packed.dk, dk, args.scale, shared.k_tiles, D)
+    tma.store_wait(0)
+
+
 # The Hopper backward for head dims above 128: a program owns 64 keys and walks over the query rows that see them.
 #
 # dk and dv of 64 keys at d = 256 are half of a multiprocessor's registers, 128 of a thread in two consumers. So each of
@@ -345,34 +511,46 @@ def wide_backward_kernel(
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * slots(D), 1, 1, BLOCK, BLOCK], q_desc.layout)
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2 * slots(D_V), 1, 1, BLOCK, BLOCK], dout_desc.layout)
     kv_full = new_barriers(1, 1).index(0)
+    BLOCK_K: gl.constexpr = k_desc.block_shape[2]
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK], DTYPE)
+    ds_tiles = gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK], DS)
+    if BLOCK_K == BLOCK:
+        exchange = PDSExchange(gl.allocate_shared_memory(gl.float32, [PIECE], neg_lse_desc.layout), ds_tiles)
+    else:
+        exchange = DSExchange(ds_tiles, False)
     shared = WideShared(
         new_ring(q_tiles, Q_EMPTY, 2, THREADS),
         new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
-        gl.allocate_shared_memory(DTYPE, [slots(D), 1, 1, BLOCK, BLOCK], k_desc.layout),
-        gl.allocate_shared_memory(DTYPE, [slots(D_V), 1, 1, BLOCK, BLOCK], v_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [slots(D), 1, 1, BLOCK_K, BLOCK], k_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [slots(D_V), 1, 1, BLOCK_K, BLOCK], v_desc.layout),
         kv_full,
         gl.allocate_shared_memory(gl.float32, [2, BLOCK], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK], neg_delta_desc.layout),
-        PDSExchange(
-            gl.allocate_shared_memory(gl.float32, [PIECE], neg_lse_desc.layout),
-            gl.allocate_shared_memory(
-                DTYPE, [2, BLOCK, BLOCK], gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], DTYPE)
-            ),
-        ),
+        exchange,
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK, None)
+    kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK_K, None)
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
     )
     block = find_kv_block(kv_blocks, gl.program_id(0), scheduler, dq_semaphore is not None)
     start_next()
-    gl.warp_specialize([
-        (consume_for_dk, (dk_desc, packed, dq_accum, shared, block, args, D, D_V)),
-        (consume_for_dv, (dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
-        (load, (
-            q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
-            BLOCK, D // BLOCK, D_V // BLOCK,
-        )),
-    ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    if BLOCK_K == BLOCK:
+        gl.warp_specialize([
+            (consume_for_dk, (dk_desc, packed, dq_accum, shared, block, args, D, D_V)),
+            (consume_for_dv, (dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
+            (load, (
+                q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
+                BLOCK, D // BLOCK, D_V // BLOCK,
+            )),
+        ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume_keys, (0, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
+            (consume_keys, (1, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
+            (load, (
+                q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
+                BLOCK, D // BLOCK, D_V // BLOCK,
+            )),
+        ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
