@@ -88,21 +88,28 @@ def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
 
     Reads the mask once, to know whether it is one interval in each row; compiled code tests each key instead.
     """
-    index = torch.arange(region.s_k, device=attention_mask.device)
-    at = index + region.kv_offset
-    length = attention_mask.shape[-1]
-    seen = attention_mask[:, at.clamp(max=length - 1)] & (at < length)  # (b, s_k)
+    index, seen = _tokens(attention_mask, region)
     start = region.s_k - torch.where(seen, region.s_k - index, 0).amax(-1, keepdim=True)
     stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
     everything = one_interval = False
     if not torch.compiler.is_compiling():
         count = seen.sum(-1, keepdim=True)
-        tests = (count == region.s_k).all(), (count == (stop - start).clamp(min=0)).all()
-        everything, one_interval = torch.stack(tests).tolist()
+        apart = torch.stack((count - region.s_k, count - (stop - start).clamp(min=0)))
+        everything, one_interval = (not x for x in apart.any(-2).flatten().tolist())
     if everything:
         return VisibleKeys()
     bounds = VisibleKeys(start=start, stop=stop)
     return bounds if one_interval else bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
+
+
+def _tokens(attention_mask: Tensor, region: Region) -> tuple[Tensor, Tensor]:
+    """The index of each key, and (b, s_k), whether it is a token."""
+    index = torch.arange(region.s_k, device=attention_mask.device)
+    length = attention_mask.shape[-1]
+    if isinstance(region.kv_offset, int) and region.kv_offset == 0 and region.s_k <= length:
+        return index, attention_mask[:, : region.s_k]
+    at = index + region.kv_offset
+    return index, attention_mask[:, at.clamp(max=length - 1)] & (at < length)
 
 
 def _name(function: Any) -> str:
