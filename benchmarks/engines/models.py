@@ -14,23 +14,27 @@ from torch import Tensor
 VOCABULARY = 32768
 """Of every model: a real one would take the share of time of many of the layers that are cut."""
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Llama-3.1-8B, Qwen3-14B, Gemma 2 9B, Gemma 3 12B, gpt-oss-20b
+    # Llama-3.1-8B, Qwen3-14B, Gemma 2 9B, Gemma 3 12B, gpt-oss-20b, DeepSeek V3 (its dense layers)
     "llama": ("llama", {"layers": 8, "hidden": 4096, "inner": 14336, "heads": 32, "key_heads": 8, "d": 128}),
     "qwen3": ("qwen3", {"layers": 8, "hidden": 5120, "inner": 17408, "heads": 40, "key_heads": 8, "d": 128}),
     "gemma2": ("gemma2", {"layers": 8, "hidden": 3584, "inner": 14336, "heads": 16, "key_heads": 8, "d": 256}),
     "gemma3": ("gemma3_text", {"layers": 6, "hidden": 3840, "inner": 15360, "heads": 16, "key_heads": 8, "d": 256}),
     "gpt_oss": ("gpt_oss", {"layers": 4, "hidden": 2880, "inner": 2880, "heads": 64, "key_heads": 8, "d": 64}),
+    "deepseek": ("deepseek_v3", {"layers": 4, "hidden": 7168, "inner": 18432, "heads": 128, "key_heads": 128, "d": 64}),
     "tiny": ("llama", {"layers": 2, "hidden": 256, "inner": 512, "heads": 4, "key_heads": 2, "d": 64}),
 }
 """transformers' name of the model, and its sizes; windows, caps and sinks are those of transformers' defaults."""
-WHOLE = {"llama": 32, "qwen3": 40, "gemma2": 42, "gemma3": 48, "gpt_oss": 24}
+WHOLE = {"llama": 32, "qwen3": 40, "gemma2": 42, "gemma3": 48, "gpt_oss": 24, "deepseek": 61}
 """Layers of the published models."""
+LATENT_ROW = {"deepseek": 576}
+"""Numbers of a token in a cache of latents."""
 
 
 def config(name: str, layers: int | None = None) -> Any:
     """transformers' configuration of a model of `SHAPES`."""
     transformers: Any = import_module("transformers")
     kind, sizes = SHAPES[name]
+    dense = {"first_k_dense_replace": layers or sizes["layers"]} if name in LATENT_ROW else {}
     return transformers.AutoConfig.for_model(
         kind,
         num_hidden_layers=layers or sizes["layers"],
@@ -44,13 +48,14 @@ def config(name: str, layers: int | None = None) -> Any:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **dense,
     )
 
 
 def cache_bytes(name: str, layers: int | None, width: int) -> int:
     """What a token takes in a cache whose numbers have `width` bytes."""
     sizes = SHAPES[name][1]
-    return (layers or sizes["layers"]) * sizes["key_heads"] * sizes["d"] * 2 * width
+    return (layers or sizes["layers"]) * LATENT_ROW.get(name, sizes["key_heads"] * sizes["d"] * 2) * width
 
 
 def save(name: str, layers: int | None, folder: Path, device: str) -> None:
@@ -74,6 +79,8 @@ def _std(parameter_name: str, parameter: Tensor, name: str) -> float | None:
         return None
     if "embed" in parameter_name:  # which Gemma multiplies by the root of the width
         return 1 / math.sqrt(parameter.shape[-1]) if "gemma" in name else 1.0
+    if any(x in parameter_name for x in ("q_b_proj", "kv_b_proj")):
+        return 0.04
     return 0.03 if any(x in parameter_name for x in ("q_proj", "k_proj", "v_proj")) else 0.02
 
 

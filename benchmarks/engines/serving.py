@@ -5,9 +5,10 @@
         [--engine JSON] [--out rows.jsonl]
 
 CUSTOM is saccade. `FLASH_ATTN@2` is one more engine on FLASH_ATTN: how much two processes of the same backend differ.
-Each backend has an engine in a process of its own, all of them on the same GPU at the same time, and one works while
-the others wait. The first backend is what the others are compared with. MODEL is one of
-`benchmarks.engines.models.SHAPES`, with fewer layers and a smaller vocabulary than the published one.
+For deepseek, whose cache has latents, the backends are FLASH_ATTN_MLA, CUSTOM and TRITON_MLA. Each backend has an
+engine in a process of its own, all of them on the same GPU at the same time, and one works while the others wait. The
+first backend is what the others are compared with. MODEL is one of `benchmarks.engines.models.SHAPES`, with fewer
+layers and a smaller vocabulary than the published one.
 
 Rows: `start` has seconds and memory; `check` has the mean distances of log-probabilities from those of float32, of
 tokens of a prompt and of tokens that the engine chose, over a cold and over a cached prompt; all other rows have tokens
@@ -112,6 +113,8 @@ class Engine:
             "max_num_batched_tokens": 8192,
             "seed": 0,
         }
+        if backend == "CUSTOM":
+            words["attention_config"] = {"mla_prefill_backend": "CUSTOM"}  # which models of latents alone read
         if mode == "full":
             words["compilation_config"] = {"cudagraph_mode": "FULL"}
         self.llm = made(folder, **words | given)

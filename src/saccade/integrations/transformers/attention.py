@@ -23,7 +23,7 @@ from importlib import import_module
 from saccade.integrations.transformers.mask import attention_mask_of
 from saccade.ops.kv_cache import append_kv
 
-REFUSED = dict.fromkeys(("head_mask", "layer_head_mask", "indices", "block_indices", "sinks"))
+REFUSED = frozenset(("head_mask", "layer_head_mask", "indices", "block_indices", "sinks"))
 """Keywords that would change the result."""
 
 
@@ -125,7 +125,7 @@ def _of_ranks(
 def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
     if others.get("output_attentions"):
         raise ValueError('saccade never holds the attention weights: output_attentions=True needs "eager"')
-    if others and (given := [name for name in REFUSED if others.get(name) is not None]):
+    if not REFUSED.isdisjoint(others) and (given := [x for x in sorted(REFUSED) if others.get(x) is not None]):
         raise ValueError(f'the attention function of saccade does not take {", ".join(given)}: use "eager"')
     if cache is not None and offsets is None:
         raise ValueError(f"a cache ({type(cache).__name__}) is for sequences end to end: give cu_seq_lens_q")

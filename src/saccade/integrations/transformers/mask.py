@@ -87,23 +87,27 @@ def translated(function: Callable[..., Any], region: Region) -> VisibleKeys:
 def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
     """The keys that a mask (b, n) of tokens has from place's first key on; beyond its end there are none.
 
-    Reads the mask once, to know whether it is one interval in each row; compiled and captured code tests each key.
+    Reads the mask, to know whether it is one interval in each row; compiled and captured code tests each key.
     """
-    index = torch.arange(region.s_k, device=attention_mask.device)
-    at = index + region.kv_offset
-    length = attention_mask.shape[-1]
-    seen = attention_mask[:, at.clamp(max=length - 1)] & (at < length)  # (b, s_k)
+    seen = _tokens(attention_mask, region)
+    if _readable() and bool(seen.all()):  # as in each step of generation without padding
+        return VisibleKeys()
+    index = torch.arange(region.s_k, device=seen.device)
     start = region.s_k - torch.where(seen, region.s_k - index, 0).amax(-1, keepdim=True)
     stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
-    everything = one_interval = False
-    if _readable():
-        count = seen.sum(-1, keepdim=True)
-        tests = (count == region.s_k).all(), (count == (stop - start).clamp(min=0)).all()
-        everything, one_interval = torch.stack(tests).tolist()
-    if everything:
-        return VisibleKeys()
     bounds = VisibleKeys(start=start, stop=stop)
-    return bounds if one_interval else bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
+    if _readable() and torch.equal(seen.sum(-1, keepdim=True), (stop - start).clamp(min=0)):
+        return bounds
+    return bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
+
+
+def _tokens(attention_mask: Tensor, region: Region) -> Tensor:
+    """(b, s_k): whether each key is a token."""
+    length = attention_mask.shape[-1]
+    if isinstance(region.kv_offset, int) and region.kv_offset == 0 and region.s_k <= length:
+        return attention_mask[:, : region.s_k]
+    at = torch.arange(region.s_k, device=attention_mask.device) + region.kv_offset
+    return attention_mask[:, at.clamp(max=length - 1)] & (at < length)
 
 
 def _readable() -> bool:
