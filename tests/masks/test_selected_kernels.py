@@ -10,7 +10,7 @@ import torch
 from saccade import Dense, Packed, alibi, causal, mask_mod, selected, selected_blocks, softcap, window
 from saccade.testing.accuracy import check
 from tests.masks.test_selected import lists
-from tests.support.devices import Device, every_head_dim
+from tests.support.devices import CPU, EMULATOR, GLUON, INTERPRETER, TRITON, Device, on
 
 
 def sized(device: Device) -> Device:
@@ -71,7 +71,7 @@ MASKS = {
 }
 
 
-@every_head_dim()
+@on(CPU, INTERPRETER, *(replace(x, d=d) for x in (EMULATOR, GLUON, TRITON) for d in (64, 128)))
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(device, name):
     x = sized(device)
