@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from saccade import Paged, append_kv, attention, causal, explain, selected, softcap
 from saccade.testing import check
+from tests.support.devices import CPU, INTERPRETER, TRITON, on
 
 B, S_Q, H_Q, H_K, D, D_V, N, PAGES, SIZE = 3, 2, 4, 2, 16, 24, 9, 5, 8
-FAR = [-1, -7, -(1 << 31), PAGES * SIZE, PAGES * SIZE + 3, (1 << 31) - 1]
 
 
 def slots(*rows, n=N, dtype=torch.int32, known=PAGES * SIZE):
     """Slots in no order, and numbers that are none in any place."""
     drawn = torch.rand(*rows, known).argsort(-1)[..., :n]
-    far = torch.tensor(FAR)[torch.randint(0, len(FAR), (*rows, n))]
+    far = torch.tensor([-1, -7, -(1 << 31), known, known + 3, (1 << 31) - 1])[torch.randint(0, 6, (*rows, n))]
     return torch.where(torch.rand(*rows, n) < 0.3, far, drawn).to(dtype)
 
 
@@ -73,12 +75,34 @@ def test_against_the_oracle(backend, end_to_end, form):
 
 def without_the_others(k, v, table):
     """NaN in rows of the caches that no slot names, and slots that name neither the first row nor the last."""
-    table = torch.where((table == 0) | (table == PAGES * SIZE - 1), -1, table)
-    named = torch.zeros(PAGES * SIZE, dtype=torch.bool)
-    named[table[(table >= 0) & (table < PAGES * SIZE)].long()] = True
+    known = k.shape[0] * k.shape[1]
+    table = torch.where((table == 0) | (table == known - 1), -1, table)
+    named = torch.zeros(known, dtype=torch.bool, device=k.device)
+    named[table[(table >= 0) & (table < known)].long()] = True
     for x in (k, v):
-        x.view(-1, *x.shape[2:])[~named] = torch.nan
+        x[~named.view(x.shape[:2])] = torch.nan
     return table
+
+
+@pytest.mark.parametrize("form", ["apart", "beside", "latent"])
+@pytest.mark.parametrize("h_k", [1, 2])
+@pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
+@on(CPU, INTERPRETER, replace(TRITON, d=128))
+def test_caches(device, end_to_end, h_k, form):
+    """What no slot names is NaN: the first row too, which is the nearest one to -1."""
+    pages, size, n, h_q = (60, 64, 300, 16) if device.type == "cuda" else (PAGES, SIZE, N, H_Q)
+    k, v = device.randn(pages, 2, size, h_k, device.d).unbind(1)
+    k, v = (k.contiguous(), v.contiguous()) if form == "apart" else (k, k[..., :8] if form == "latent" else v)
+    table = without_the_others(k, v, slots(B * S_Q, n=n, known=pages * size).to(device.type))
+    used, starts = torch.randint(0, n + 1, (B * S_Q,), device=device.type), None
+    used[1] = 0
+    q = device.randn(B * S_Q, h_q, device.d)
+    if end_to_end:
+        starts = torch.tensor([0, 2, B * S_Q], device=device.type).int()
+    else:
+        q, table, used = (x.unflatten(0, (B, S_Q)) for x in (q, table, used))
+    layout, sink = Paged(slots=table, seqused_k=used, cu_seqlens_q=starts), device.randn(h_q, dtype=torch.float32)
+    check(q, k, v, layout=layout, sink=sink, return_max_scores=True, backend=device.backend).assert_ok()
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

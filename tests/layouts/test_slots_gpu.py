@@ -43,18 +43,6 @@ def test_latent(h_q, end_to_end, n):
     right(q, cache, values, layout, sink=torch.randn(h_q, device="cuda"))
 
 
-@pytest.mark.parametrize("form", ["apart", "beside"])
-@pytest.mark.parametrize("h_k", [1, 4])
-def test_other_caches(h_k, form):
-    k, v = (torch.randn(PAGES, SIZE, h_k, 128, device="cuda").bfloat16() for _ in range(2))
-    if form == "beside":
-        both = torch.stack([k, v], 1)
-        k, v = both[:, 0], both[:, 1]
-    q = torch.randn(4, 3, 16, 128, device="cuda").bfloat16()
-    layout = Paged(slots=slots(4, 3, 300), seqused_k=torch.randint(0, 301, (4, 3), device="cuda"))
-    right(q, k, v, layout)
-
-
 def test_graphs():
     cache = torch.randn(PAGES, SIZE, 1, 576, device="cuda").bfloat16()
     q = torch.randn(4, 1, 64, 576, device="cuda").bfloat16()

@@ -1,4 +1,4 @@
-"""Lists of keys on a GPU: every kernel that looks them up, and CUDA graphs that are replayed with other lists."""
+"""Lists of keys on a GPU: more forms of calls, and CUDA graphs that are replayed with other lists."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from saccade import (
     Dense,
     Packed,
     Paged,
-    alibi,
     attention,
     causal,
     explain,
-    mask_mod,
     selected,
     selected_blocks,
     softcap,
-    window,
 )
 from saccade.backends import key_lists
 from saccade.testing.accuracy import check
 from tests.masks.test_selected import lists
+from tests.masks.test_selected_kernels import MASKS, sized
+from tests.support.devices import TRITON
 
 pytestmark = pytest.mark.gpu
 
 BACKENDS = ["gluon", "triton"]
-B, H_Q, H_K, S_Q, S_K = 2, 8, 2, 500, 700
+DEVICE = sized(TRITON)
+B, H_Q, H_K, S_Q, S_K = DEVICE.b, DEVICE.h_q, DEVICE.h_k, DEVICE.s_q, DEVICE.s_k
 
 
 def operands(b=B, h_q=H_Q, h_k=H_K, s_q=S_Q, s_k=S_K, d=64, d_v=None, dtype=torch.bfloat16):
@@ -42,89 +42,15 @@ def lengths(n, *shape, dtype=torch.int32):
     return torch.randint(0, n + 1, shape, device="cuda", dtype=dtype)
 
 
-MASKS = {
-    "keys": lambda: selected(on(B, H_K, S_Q, 300)),
-    "keys of query heads": lambda: selected(on(1, H_Q, S_Q, 300, dtype=torch.int64), lengths(300, 1, H_Q, S_Q)),
-    "by batch row": lambda: selected(on(1, 1, S_Q, 300), lengths(300, B)),
-    "rows": lambda: selected(on(B, H_K, 13, 300), rows=41),
-    "blocks": lambda: selected_blocks(on(B, H_K, S_Q, 5, blocks=11)),
-    "short blocks": lambda: selected_blocks(on(B, 1, S_Q, 9, blocks=59), 12),
-    "tiles": lambda: selected_blocks(on(B, H_Q, 8, 5, blocks=11), rows=64),
-    "wide tiles": lambda: selected_blocks(on(B, H_Q, 4, 3, blocks=6), 128, lengths(3, B, H_Q, 4), rows=128),
-    "uneven tiles": lambda: selected_blocks(on(B, H_K, 6, 3, blocks=8), 100, rows=96),
-    "causal": lambda: selected(on(B, H_K, S_Q, 300)) & causal(),
-    "tiles and causal": lambda: selected_blocks(on(B, H_Q, 8, 8, blocks=11), rows=64) & causal(),
-    "window": lambda: selected_blocks(on(B, H_K, S_Q, 5, blocks=11)) & window(300, 9),
-    "local part": lambda: (selected_blocks(on(B, H_K, S_Q, 3, blocks=11)) | window(63, 0)) & causal(),
-    "predicate": lambda: selected(on(B, 1, S_Q, 300)) & mask_mod(lambda b, h, i, j: (i + j + h) % 3 > 0),
-    "two": lambda: selected(on(B, 1, S_Q, 500)) & selected_blocks(on(B, H_K, 8, 6, blocks=11), rows=64),
-    "complement": lambda: ~selected(on(B, H_K, S_Q, 300)) & causal(),
-    "none": lambda: selected(torch.empty(1, 1, S_Q, 0, dtype=torch.int32, device="cuda")),
-    "strides": lambda: selected(on(B, S_Q, H_K, 600).transpose(1, 2)[..., ::2]),
-    "shared": lambda: selected(on(1, 1, 1, 90).expand(B, H_Q, S_Q, 90)),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name, d, backend):
-    dlse = torch.randn(B, H_Q, S_Q, device="cuda")
-    sink = torch.randn(H_Q, device="cuda")
-    check(*operands(d=d), mask=MASKS[name](), dlse=dlse, sink=sink, backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["keys", "blocks", "tiles", "tiles and causal"])
-def test_deterministic(name, backend):
-    check(*operands(d=128), mask=MASKS[name](), deterministic=True, backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["keys", "tiles", "tiles and causal"])
-def test_dropout(name, backend):
-    check(*operands(d=64), mask=MASKS[name](), dropout_p=0.3, backend=backend).assert_ok()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("d", "d_v"), [(192, 128), (256, 256), (72, 40)])
 def test_head_dims(d, d_v, backend):
-    check(*operands(d=d, d_v=d_v), mask=MASKS["tiles"](), backend=backend).assert_ok()
+    check(*operands(d=d, d_v=d_v), mask=MASKS["tiles"](DEVICE), backend=backend).assert_ok()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_dtypes(dtype):
-    check(*operands(dtype=dtype), mask=MASKS["blocks"]()).assert_ok()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("score", [softcap(9.0), "alibi"], ids=["softcap", "alibi"])
-def test_scores(score, backend):
-    score = alibi(torch.rand(H_Q, device="cuda").requires_grad_()) if score == "alibi" else score
-    for name in ("keys", "tiles"):
-        check(*operands(d=128), mask=MASKS[name](), score_mod=score, backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["keys", "tiles", "tiles and causal"])
-def test_padded_and_placed(name, backend):
-    used = torch.tensor([S_Q, 77], device="cuda"), torch.tensor([333, S_K], device="cuda")
-    check(*operands(), mask=MASKS[name](), layout=Dense("bhsd", *used), backend=backend).assert_ok()
-    layout = Dense(q_offset=torch.tensor([200, 900], device="cuda"), k_offset=50)
-    check(*operands(), mask=MASKS[name](), layout=layout, backend=backend).assert_ok()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_packed(rows, backend):
-    layout = Packed.from_lengths((300, 0, 70, 1, 500), (200, 9, 650, 0, 480), device="cuda")
-    t_q, t_k, b = 871, 1339, 5
-    q, k, v = (torch.randn(t, h, 64, device="cuda").bfloat16() for t, h in ((t_q, H_Q), (t_k, H_K), (t_k, H_K)))
-    shape = (H_K, t_q, 200) if rows == 1 else (b, H_K, -(-500 // rows), 200)
-    mask = selected(on(*shape, blocks=650), lengths(200, *shape[:-1]), rows=rows)
-    check(q, k, v, mask=mask & causal(), layout=layout, backend=backend).assert_ok()
-    mask = selected_blocks(on(b, H_Q, 8, 4, blocks=11), lengths=lengths(4, b), rows=64)
-    check(q, k, v, mask=mask, layout=layout, backend=backend).assert_ok()
+    check(*operands(dtype=dtype), mask=MASKS["blocks"](DEVICE)).assert_ok()
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
@@ -213,16 +139,16 @@ def test_many_rows():
 @pytest.mark.parametrize("name", ["keys", "tiles"])
 def test_lists_are_read_in_each_call(name, backend):
     """Also where the host repeats what an earlier call did."""
-    given, mask = operands(), MASKS[name]()
+    given, mask = operands(), MASKS[name](DEVICE)
     for _ in range(4):
         check(*given, mask=mask, backend=backend).assert_ok()
-        mask.lists.copy_(MASKS[name]().lists)
+        mask.lists.copy_(MASKS[name](DEVICE).lists)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["keys of query heads", "wide tiles"])
 def test_graphs(name, backend):
-    given, mask = [x.requires_grad_() for x in operands()], MASKS[name]()
+    given, mask = [x.requires_grad_() for x in operands()], MASKS[name](DEVICE)
     dout = torch.randn_like(given[0])
 
     def run():
@@ -237,7 +163,7 @@ def test_graphs(name, backend):
     with torch.cuda.graph(graph):
         found = run()
     for _ in range(2):
-        other = MASKS[name]()
+        other = MASKS[name](DEVICE)
         mask.lists.copy_(other.lists)
         mask.lengths.copy_(other.lengths)
         graph.replay()
@@ -254,5 +180,5 @@ def test_compiled():
     def run(q, k, v, entries):
         return attention(q, k, v, mask=selected_blocks(entries, rows=64) & causal())
 
-    entries, given = on(B, H_Q, 8, 5, blocks=11), operands()
+    entries, given = on(B, H_Q, -(-S_Q // 64), 3, blocks=-(-S_K // 64)), operands()
     torch.testing.assert_close(torch.compile(run, fullgraph=True)(*given, entries), run(*given, entries))

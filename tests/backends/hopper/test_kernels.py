@@ -86,21 +86,6 @@ def test_latent(case: Case) -> None:
     right(case, 0)
 
 
-LISTS = {
-    "tiles": lambda: selected_blocks(torch.rand(1, 4, 3, 4).argsort(-1)[..., :2], rows=64),
-    "keys": lambda: selected(torch.rand(1, 2, 150, 210).argsort(-1)[..., :50] - 5, torch.randint(0, 51, (1, 2, 150))),
-    "blocks": lambda: selected_blocks(torch.rand(1, 1, 150, 14).argsort(-1)[..., :3], 16) & causal(),
-}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_lists_of_keys(name: str) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, h, s, 64, dtype=torch.bfloat16) for h, s in ((4, 150), (2, 200), (2, 200)))
-    with emulated():
-        check(q, k, v, backend="gluon", mask=LISTS[name](), dlse=torch.randn(1, 4, 150)).assert_ok()
-
-
 def test_lists_of_latent_keys() -> None:
     with emulated():
         given = LATENT.replace(s_q=2, dtype="bf16").inputs("cpu", seed=0)

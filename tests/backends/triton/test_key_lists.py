@@ -37,47 +37,6 @@ def operands(s_q=S_Q, s_k=S_K, b=B):
     return [torch.randn(shape) for shape in shapes]
 
 
-MASKS = {
-    "keys": lambda: selected(lists(B, H_K, S_Q, 30)),
-    "shared": lambda: selected(lists(1, 1, S_Q, 30, dtype=torch.int32), torch.randint(0, 31, (1, 1, S_Q))),
-    "by batch row": lambda: selected(lists(1, H_Q, 3, 30), torch.tensor([30, 4], dtype=torch.int32), rows=22),
-    "blocks": lambda: selected_blocks(lists(B, H_K, S_Q, 5, blocks=9), 8),
-    "tiles": lambda: selected_blocks(lists(B, H_Q, 2, 2, blocks=2), rows=64),
-    "wide tiles": lambda: selected_blocks(lists(B, H_Q, 1, 1, blocks=1), 96, rows=96) & causal(),
-    "tiles and window": lambda: selected_blocks(lists(B, H_K, 2, 2, blocks=2), rows=64) & window(30, 9),
-    "predicate": lambda: selected(lists(B, 1, S_Q, 40)) & mask_mod(lambda b, h, i, j: (i + j + h) % 3 > 0),
-    "or": lambda: selected_blocks(lists(B, H_K, S_Q, 2, blocks=18), 4) | window(5, 0),
-    "not": lambda: ~selected(lists(B, H_K, S_Q, 40)) & causal(),
-    "none": lambda: selected(torch.empty(1, 1, S_Q, 0, dtype=torch.int32)),
-    "strides": lambda: selected(lists(B, S_Q, H_K, 60).transpose(1, 2)[..., ::2]),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name):
-    check(*operands(), mask=MASKS[name](), dlse=torch.randn(B, H_Q, S_Q), backend="triton").assert_ok()
-
-
-def test_padded():
-    layout = Dense("bhsd", torch.tensor([50, S_Q]), torch.tensor([S_K, 33]))
-    mask = selected_blocks(lists(B, H_K, 2, 2, blocks=2), rows=64)
-    check(*operands(), mask=mask, score_mod=alibi(torch.rand(H_Q)), layout=layout, backend="triton").assert_ok()
-
-
-def test_positions():
-    layout = Dense(q_offset=torch.tensor([30, 70]), k_offset=5)
-    check(*operands(), mask=selected(lists(B, 1, S_Q, 50)) & causal(), layout=layout, backend="triton").assert_ok()
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_packed(rows):
-    layout = Packed.from_lengths((5, 0, 66, 3), (20, 9, 35, 0))
-    q, k, v = (torch.randn(n, h, D) for n, h in ((74, H_Q), (64, H_K), (64, H_K)))
-    shape = (H_K, 74, 30) if rows == 1 else (4, H_K, -(-66 // rows), 30)
-    mask = selected(lists(*shape, blocks=35), torch.tensor([30, 3, 25, 9]), rows=rows)
-    check(q, k, v, mask=mask, layout=layout, backend="triton").assert_ok()
-
-
 @pytest.mark.parametrize("end_to_end", [False, True], ids=["batch", "end to end"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_paged(rows, end_to_end):
