@@ -43,7 +43,9 @@ def projected(case: Case, device: torch.device) -> Inputs:
     given = rows(case.s_q, q, k, v) if case.s_q == case.s_k else [*rows(case.s_q, q), *rows(case.s_k, k, v)]
     (dout,) = rows(case.s_q, (case.h_q, case.d_v))
     sink = torch.randn(case.h_q, generator=generator)
-    return Inputs(*given, dout, dout.new_empty(0), case.keywords(generator, device, Dense(case.order), sink))
+    return Inputs(
+        given[0], given[1], given[2], dout, dout.new_empty(0), case.keywords(generator, device, Dense(case.order), sink)
+    )
 
 
 def shared_pages(case: Case) -> int:

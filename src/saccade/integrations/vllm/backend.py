@@ -106,13 +106,14 @@ class VLLMBackend(_vllm.AttentionBackend):
         return refusal(dtype, head_size, device_capability, **layer)
 
 
-def refusal(dtype: torch.dtype, d: int, device_capability: Any, **layer: Any) -> str | None:
+def refusal(dtype: torch.dtype, d: int, device_capability: Any, **given: Any) -> str | None:
     """Why no kernel runs layers over pages, one line for each backend; None where one does, or where vLLM names no
     device that a Spec knows."""
     if device_capability is None or torch.version.hip is not None or dtype not in DTYPES:
         return None
     device = f"sm{device_capability.major}{device_capability.minor}"
-    spec = Spec(DTYPES[dtype], d, layout="paged", device=device, **{"aligned": True} | layer)
+    layer: dict[str, Any] = {"aligned": True, **given}
+    spec = Spec(DTYPES[dtype], d, layout="paged", device=device, **layer)
     reasons = {name: dispatch.Plan(spec, name).module.SUPPORT.reasons(spec) for name in dispatch.BACKENDS}
     return dispatch.refusal(spec, reasons) if all(reasons.values()) else None
 

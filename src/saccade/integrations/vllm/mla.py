@@ -175,13 +175,14 @@ class MLAPrefill(_prefill.MLAPrefillBackend):
         if output_scale is not None:
             raise Unsupported("saccade's MLA backend of vLLM does not quantize its output: output_scale must be None")
         found = self._over(Packed(self._prefill_metadata.query_start_loc), (q, k, v), causal(), out)
-        return tuple(found) if return_softmax_lse else found.out
+        return (found.out, found.lse) if return_softmax_lse else found.out
 
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Over keys that are before all rows."""
-        return tuple(self._over(Packed(chunk.query_start_loc, chunk.cu_seq_lens), (q, k, v), None, out))
+        found = self._over(Packed(chunk.query_start_loc, chunk.cu_seq_lens), (q, k, v), None, out)
+        return found.out, found.lse
 
     def _over(self, layout: Packed, qkv: tuple[Tensor, ...], mask: Mask | None, out: Tensor | None) -> Partial:
         return attention(*qkv, mask=mask, layout=layout, scale=self.scale, return_lse=True, out=out)
