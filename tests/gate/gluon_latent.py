@@ -85,7 +85,7 @@ def compiled(row: GateRow) -> tuple[Any, int]:
         return warmed(launch.scheduling({}, cut), numbers), 0
     if row.words[0] == "merge":
         out, sink = TensorArgs.of(call.empty_out()), torch.empty(128)
-        tensors = *parts, out, lse, top, sink, schedule, 128, s_q
+        tensors = *parts, out, lse, top, sink, positions.spans(call)[0], schedule, 128, s_q
         return warmed(launch.merging(call, {}, cut), tensors), 0
     kernel = launch.prepare(call, cut, cache)
     results = TensorArgs.of(call.empty_out()), lse, top, *parts, None

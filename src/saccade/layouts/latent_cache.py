@@ -136,7 +136,7 @@ class LatentCache:
             exponent = (top.clamp(min=1e-4) / LARGEST).log2().ceil().clamp(-127, 127)
             scale, factors = torch.exp2(exponent), (exponent + 127).to(torch.uint8)
         else:
-            scale = (top / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+            scale = (top * (1 / LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
             factors = scale.view(torch.uint8).view(len(rows), -1)
         numbers = (groups / scale[..., None]).clamp(-LARGEST, LARGEST).to(E4M3).view(torch.uint8).flatten(1)
         rest = rows[:, record.quantized :].to(torch.bfloat16).contiguous().view(torch.uint8)

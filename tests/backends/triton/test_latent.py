@@ -87,7 +87,7 @@ def merged(call: Call, cut: launch.Cut, schedule: Any) -> tuple[Tensor, Tensor]:
     out, lse = call.empty_out().fill_(torch.nan), torch.full(call.q.shape[:3], torch.nan)
     parts = parts_of(call, cut, schedule, out, lse)
     results = TensorArgs.of(out), TensorArgs.of(lse[..., None]), None
-    arguments = *parts, None, *results, call.sink, schedule, *call.q.shape[1:3]
+    arguments = *parts, None, *results, call.sink, positions.spans(call)[0], schedule, *call.q.shape[1:3]
     launch.merging(call, {}, cut)(None, arguments)
     return out, lse
 
@@ -119,6 +119,24 @@ def test_parts_that_follow_the_schedule_merge_to_the_whole(
     exact = run_forward(call, {}, True)
     torch.testing.assert_close(out, exact[0])
     torch.testing.assert_close(lse, exact[1])
+
+
+def test_padding_has_no_sink() -> None:
+    """Rows in use without keys have the LSE of the sink, rows of padding -inf; a group of rows may hold both."""
+    call = latent([1000, 900], 8, 3, None, 2).replace(sink=torch.randn(8))
+    cut = launch.Cut.of(call, 40, None)
+    schedule, used = scheduled(call, cut), positions.spans_of(None, torch.tensor([2, 3]))
+    parts, part_lse, _ = launch.empty_parts(call, cut)
+    part_lse.fill_(-torch.inf)
+    out, lse = call.empty_out().fill_(torch.nan), torch.full(call.q.shape[:3], torch.nan)
+    results = TensorArgs.of(out), TensorArgs.of(lse[..., None]), None
+    arguments = parts.fill_(torch.nan), part_lse, None, *results, call.sink, used, schedule, *call.q.shape[1:3]
+    launch.merging(call, {}, cut)(None, arguments)
+    assert call.sink is not None
+    expected = call.sink[None, :, None].repeat(2, 1, 3)
+    expected[0, :, 2] = -torch.inf
+    torch.testing.assert_close(lse, expected)
+    assert not out.any()
 
 
 def test_lines_are_equally_long() -> None:

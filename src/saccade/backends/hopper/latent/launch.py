@@ -102,7 +102,7 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
         given = arguments(cache, (target, *rows, *parts, sink), schedule, spans, pages_of(call, lists), mask, score)
         launch(index, (q, cache), given, call.scale)
         if cut.lines > 1:
-            tensors = *parts, target, *rows, sink, schedule, *q.shape[1:3]
+            tensors = *parts, target, *rows, sink, spans[0], schedule, *q.shape[1:3]
             merging(call, launches, cut, (lse, target.unit.value))(index, tensors)
     return results
 

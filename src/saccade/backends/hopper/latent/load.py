@@ -224,8 +224,9 @@ def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.conste
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def merge_kernel(
-    parts, part_lse, part_max, out, lse, max_scores, sink, schedule, h_q, s_q, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    D_V: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, BY_LINE: tl.constexpr,
+    parts, part_lse, part_max, out, lse, max_scores, sink, used_q, schedule, h_q, s_q, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, D_V: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    BY_LINE: tl.constexpr,
 ):  # fmt: skip
     """`lse = log(exp(sink) + sum_i exp(lse_i))`, `out = sum_i exp(lse_i - lse) out_i` of one row's parts, unless it has
     one, whose results are in out and lse already.
@@ -276,6 +277,8 @@ def merge_kernel(
     lses = tl.load(part_lse + offsets, mask=there_are, other=float("-inf"))
     top = tl.max(lses, 0)
     column = tl.full([], float("-inf"), tl.float32) if sink is None else finite(tl.load(sink + h).to(tl.float32))
+    _, _, _, rows = extent(used_q, b, s_q)
+    column = tl.where(row < rows, column, float("-inf"))  # padding has no sink
     top = tl.maximum(top, column)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(lses - top), 0) + tl.exp(column - top)
