@@ -107,14 +107,12 @@ def attention(
             `mask_mod(fn)`, combine with `&`, `|` and `~`. It may also be a bool tensor that broadcasts to
             (b, h_q, s_q, s_k), True where a query sees a key, or torch's BlockMask. With None all see all.
         score_mod: a function `(score, b, h, q_idx, kv_idx) -> score` of pointwise torch operations that changes a
-            scaled
-            score, or a ready one such as `softcap(50.0)`. It may capture tensors, which get gradients, and numbers.
-            Each call computes what the function would compute in that call. New values never recompile. See
+            scaled score, or a ready one such as `softcap(50.0)`. It may capture tensors, which get gradients, and
+            numbers. Each call computes what the function would compute in that call. New values never recompile. See
             `ScoreMod`.
-        layout: `Dense("bhsd")`, "bshd" or "sbhd", with lengths for padded batches; `Packed(…)` for sequences end to
-            end;
-            `Paged(…)` for keys and values in the pages of a cache. Nested (jagged) tensors are packed sequences. They
-            need no layout except their order, and out is nested too.
+        layout: `Dense("bhsd")`, "bshd" or "sbhd", with lengths for padded batches; `Packed(…)` for concatenated
+            sequences; `Paged(…)` for keys and values in the pages of a cache. Nested (jagged) tensors are packed
+            sequences. They need no layout except their order, and out is nested too.
         scale: factor on q k^T; 1/sqrt(d) when None. A finite float32 number, or a tensor of one number that needs no
             gradient.
         sink: (h_q) logits of any float dtype. Each is one more column of the softmax, with a value of zero. It is

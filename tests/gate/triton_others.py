@@ -85,7 +85,8 @@ def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
         return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), numbers, order, order))
     rows = TensorArgs.of(q), TensorArgs.of(k), None, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
     made = work.made(rows, work.keys(tables, memory, 0), 64)
-    return warmed(*dict(zip(("token_weights", "token_dq", "token_parts"), made, strict=False))[kernel])
+    number = ("token_weights", "token_dq", "token_parts").index(kernel)
+    return warmed(*list(made)[number])
 
 
 def append(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:

@@ -21,24 +21,28 @@ _FORMS = "a number or a float32 tensor (), (h_k,), (b, h_k), or by blocks of 128
 
 @dataclass(frozen=True, eq=False)
 class Descale:
-    """`value = byte * descale`: what the numbers of 8-bit q, k and v stand for.
+    """The scale factors of 8-bit q, k and v: `value = byte * descale`.
 
-    Attention over 8-bit operands is attention over these values: the factors of q and k are part of the scores before
-    `scale`, and v's of the result. A factor is a positive number or a float32 tensor of such on q's device: (), one for
-    all; (h_k,), one for each key head and its query heads; (b, h_k), one for each sequence's; (b, h_k, n), one for each
-    block of 128 rows as well: block j of a sequence has its rows 128 j to 128 j + 127, counted from its first, and n is
-    ceil(s / 128); of packed sequences and of pages, where s is a bound, it may be more. None is 1.
+    Attention over 8-bit operands is attention over these values. The factors of q and k multiply the scores before
+    `scale`, and those of v the result. A factor is a positive number, or a float32 tensor of positive numbers on q's
+    device. None is 1. The shape of a tensor says what shares a factor:
+
+    - (): everything.
+    - (h_k,): a key head and its query heads.
+    - (b, h_k): the same of one sequence.
+    - (b, h_k, n): a block of 128 rows of it. Block j has rows 128 j to 128 j + 127 of the sequence. n is ceil(s / 128);
+      for packed sequences and pages it may be larger.
 
     Args:
-        q: of 8-bit queries; None with wider ones.
-        k: of keys.
-        v: of values; blocks go by keys.
-        shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what `q kᵀ` lacks in each row.
-            It is added to the LSE and to `max_scores`. Sinks and score functions, to which the scores themselves
-            matter, are refused beside it.
-        backward: None, and a call that needs a gradient is refused; or "dequantized": the backward is that of 16-bit
-            operands on the values, in the dtype of out, so of wider queries, the sink and captured tensors. Numbers of
-            8 bits have no gradient: it would be rounded to 8 bits itself.
+        q: factors of 8-bit queries; None with wider ones.
+        k: factors of keys.
+        v: factors of values; blocks go by keys.
+        shift: float32 in the LSE's shape, which `quantize` makes for smoothed keys: what each row of `q kᵀ` lacks.
+            It is added to the LSE and to `max_scores`. Sinks and score functions need the original scores, so they
+            are refused with a shift.
+        backward: with None, a call that needs a gradient is refused. With "dequantized", the backward is that of 16-bit
+            operands on the values, in the dtype of out. Wider queries, the sink and captured tensors then have
+            gradients. 8-bit tensors have none, because it would be rounded to 8 bits.
 
     Raises:
         TypeError: neither a number nor a float32 tensor.

@@ -15,7 +15,7 @@ _DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Partial(NamedTuple):
-    """`out` and the log-sum-exp that it was normalised with; Partials over disjoint keys `merge`."""
+    """`out` and the log-sum-exp of its scores. `merge` joins Partials over disjoint keys."""
 
     out: Tensor
     """softmax(scores) v, in the layout and dtype of q."""

@@ -43,35 +43,36 @@ def plan(
     timeout: float | None = None,
     debug: bool = False,
 ) -> ContextPlan:
-    """Who has which rows of these sequences: equal rows and equal scores for each rank, and few documents cut.
+    """The plan of which rank has which rows: equal rows and equal scores for each rank, and few documents cut.
 
-    Formula: rank i of R has `T / R` of the T rows, up to one, and rows that see `A / R` of the A scores, up to those of
-    a row. Nothing is communicated: the plan depends on the arguments alone, which must be equal on all ranks.
+    Formula: each of R ranks has `T / R` of the T rows, up to one row, and computes `A / R` of the A scores, up to those
+    of one row. Nothing is communicated. The plan depends on the arguments alone, which must be equal on all ranks.
 
     Args:
         documents: a list of lengths, or an integer tensor (b + 1,) of offsets `cu_seqlens`, of documents end to end,
-            (t, h, d); any lengths. Or a tuple (b, s) for a dense batch, whose rows are all sharded alike along s. The
-            numbers of a tensor are read in each call: on a GPU that waits for the device, and a list does not.
+            (t, h, d); any lengths. Or a tuple (b, s) for a dense batch, whose rows are all sharded alike along s. Each
+            call reads the numbers of a tensor. On a GPU it then waits for the device. With a list it does not wait.
         group: a ProcessGroup; a DeviceMesh of one dimension, or of two, whose last divides heads; None for all ranks;
             or a number of ranks, to look at a plan without processes.
-        heads: (h_q, h_k), or one number for both; with head_dim, what `auto` chooses by and `explain` estimates with.
+        heads: (h_q, h_k), or one number for both. `auto` and `explain` estimate bytes from heads and head_dim.
         head_dim: d.
         mask: the widest mask of the calls: `causal()`, `window(…)` and what `&` makes of them decide who sees what.
             Any other, and None, counts as if every row saw its whole document. Calls may have narrower masks.
         method: "gather": keys and values go to the ranks whose rows see them, by a collective. "pull": ranks read them
             out of each other's memory, on GPUs of one host. "ulysses": each rank computes all rows of some heads.
-            "auto": "pull" where the ranks are GPUs of one host, as torchrun's LOCAL_WORLD_SIZE says, else "gather"; or
-            "ulysses", where that takes less time by the bytes, of heads and head_dim if they are given.
-        rows: "balanced"; "equal": ranks with a row less have a row of padding, so that all have `ceil(T / R)`; a
-            number: so many rows on each rank, for shapes that do not change from batch to batch. Rows of padding are
-            the last ones, belong to no document and see nothing: their results and gradients are zero. Or "pairs": of
-            each document, in 2 R chunks, numbers r and 2 R - 1 - r, as loaders for TransformerEngine and Megatron lay
-            them. Lengths are multiples of 2 R then.
+            "auto": "pull" if the ranks are GPUs of one host according to torchrun's LOCAL_WORLD_SIZE, else "gather".
+            With heads and head_dim it takes "ulysses" where the bytes say that this is faster.
+        rows: "balanced". Or "equal": all ranks have `ceil(T / R)` rows, of which one may be padding. Or a number: each
+            rank has so many rows, so that shapes do not change from batch to batch. Rows of padding are the last ones.
+            They belong to no document and see nothing. Their results and gradients are zero. Or "pairs", as loaders for
+            TransformerEngine and Megatron: each document is cut into 2 R chunks, and rank r has chunks r and
+            2 R - 1 - r. Lengths must be multiples of 2 R.
         rank: which of a number of ranks this is.
-        timeout: seconds after which an exchange on CPUs fails with the rank and stage in its words, and a device stops
-            that waits for others by "pull"; None, and NCCL's collectives: the group's own timeout.
-        debug: on GPUs compare the ranks' plans, stages and shapes before each exchange, not only before the first of
-            its kind; on CPUs they always are.
+        timeout: seconds after which an exchange on CPUs raises an error that names the rank and the stage. With "pull"
+            a device that waits stops after this time. None is the group's own timeout, which NCCL's collectives
+            always have.
+        debug: True compares the ranks' plans, stages and shapes before each exchange on GPUs too, instead of before the
+            first of its kind. CPUs always compare them.
 
     Raises:
         ValueError: lengths that are negative or no integers, offsets that decrease, a process that is not in the group,

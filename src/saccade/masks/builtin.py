@@ -174,7 +174,7 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def prefix(n: int | Tensor) -> Mask:
-    """Every row sees the first n keys, and the causal ones besides: `j < n or j <= i + off` (prefix-LM).
+    """Every row sees the first n keys and the causal ones: `j < n or j <= i + off` (prefix-LM).
 
     Args:
         n: one length for all, or a (b,) integer tensor on q's device, one for each batch row.

@@ -165,11 +165,11 @@ class Written(MaskMod):
 def mask_mod(fn: Function) -> Mask:
     """Row i sees key j where `fn(b, h, q_idx, kv_idx)` is true: any predicate of pointwise torch operations.
 
-    Each call of attention uses the function as it is at that call, with its numbers and tensors. Tiles in which
-    nothing is visible are never visited, and tiles in which everything is are not tested: q's device finds both, again
-    when the function, its numbers or its tensors have changed. Where intervals mask keys, as in `causal() &
-    mask_mod(fn)`, the function is not evaluated. After writes through `.data`, numpy or dlpack, which torch does not
-    count, call `mask.refresh()`.
+    Each call of attention uses the function as it is at that call, with its numbers and tensors. Tiles without a
+    visible key are skipped. Tiles whose keys are all visible are not tested. q's device finds both, and finds them
+    again if the function, its numbers or its tensors have changed. Where intervals mask keys, as in `causal() &
+    mask_mod(fn)`, the function is not evaluated. Torch does not count writes through `.data`, numpy or dlpack: call
+    `mask.refresh()` after them.
 
     Args:
         fn: a function of four integer tensors that broadcast to a tile: batch row, query head, query, key. It

@@ -237,9 +237,10 @@ def selected(indices: Tensor, lengths: Tensor | None = None, *, rows: int = 1) -
     """Row i sees key j where j is one of the first `lengths` entries of the list `indices[b, h, i // rows]`.
 
     Rows and keys are counted in the call, from the first of each batch row or sequence, whatever `q_offset` and
-    `k_offset` say. An entry that is negative, or not below the keys in use, names nothing, anywhere in a list, and
-    nothing is read through it. A row without a key has `out = 0` and `lse = -inf`, or its sink. Each call reads lists
-    and lengths on their device, so that a CUDA graph may be replayed with others. There are no gradients of them.
+    `k_offset` say. An entry that is negative, or not below the number of keys in use, names no key. It may stand
+    anywhere in a list, and nothing is read through it. A row without a key has `out = 0` and `lse = -inf`, or its sink.
+    Each call reads lists and lengths on their device, so a CUDA graph may be replayed with others. Lists have no
+    gradient.
 
     Args:
         indices: int32 or int64 on q's device, in any order. (b, h, ceil(s_q / rows), n) for dense calls and for pages
@@ -247,7 +248,7 @@ def selected(indices: Tensor, lengths: Tensor | None = None, *, rows: int = 1) -
             end to end: (h, t_q, n) with rows=1, else (b, h, ceil(max_seqlen_q / rows), n), whose groups of rows begin
             with each sequence. n may be 0, and larger than the number of keys.
         lengths: how many entries of each list count, int32 or int64: of indices' shape without n, or (b,) or (1,); None
-            for all. From 0 to n: else an error on a CPU, while GPUs take the nearest.
+            for all. A number below 0 or above n is an error on a CPU. GPUs clamp it.
         rows: how many rows share a list; the last one may serve fewer.
 
     Raises:

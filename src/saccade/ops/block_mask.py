@@ -16,12 +16,12 @@ from saccade.util import arguments, hardware
 
 
 def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.device | str | None = None) -> Mask:
-    """The mask, with the states of its tiles: for each 64 rows and 64 keys empty, partial or full.
+    """The mask, with the states of its tiles. Each tile of 64 rows and 64 keys is empty, partial or full.
 
     `attention` computes the states itself, and keeps them until the tensors that the mask captures are written to.
-    Those of tensors that were made in inference mode, whose writes torch does not count, hold for one call.
-    Compute them here for CUDA graphs, which otherwise compute them in every replay, or to spend that time elsewhere.
-    They take one byte for each tile, and for each batch row and head if the mask depends on these.
+    Torch counts no writes to tensors made in inference mode, so their states hold for one call. Compute the states here
+    for CUDA graphs, which otherwise compute them in every replay, or to spend that time elsewhere. They take one byte
+    for each tile, and for each batch row and head if the mask depends on these.
 
     Args:
         mask: what `attention` takes: a mask, a bool tensor, or torch's BlockMask.
@@ -32,11 +32,11 @@ def block_mask(mask: Any, b: int, h: int, s_q: int, s_k: int, device: torch.devi
         device: of q; that of the mask's tensors when None, or else torch's default.
 
     Returns:
-        A mask for calls of this shape, without used lengths. If the function of a mask, its numbers or its tensors
-        have changed, or the lists of a BlockMask, a call computes the states again; of a BlockMask on a GPU all calls
-        do, as torch does not count all writes to its lists: pass `mask_mod` of its function. A mask of intervals alone
-        needs no states and is returned unchanged. A combination with another mask has no states. Of one that compiled
-        code makes, calls compute the states themselves.
+        A mask for calls of this shape, without used lengths. A call computes the states again if the function of the
+        mask, its numbers or its tensors have changed, or the lists of a BlockMask. Of a BlockMask on a GPU all calls
+        compute them, because torch does not count all writes to its lists: pass `mask_mod` of its function instead. A
+        mask of intervals alone needs no states and is returned unchanged. A combination with another mask has no
+        states. If compiled code makes the mask, calls compute the states themselves.
 
     Raises:
         TypeError: no mask, or sizes that are not integers.

@@ -76,13 +76,13 @@ def append_kv(
     position p becomes `(x cos[p] - y sin[p], y cos[p] + x sin[p])`, in float32, or in float64 for
     float64 rows.
 
-    Caches of e4m3 or e5m2 take wider rows as bytes: `byte = round(value / descale)`, rotated before, as `quantize`
-    rounds: to nearest, ties to even, the largest number for what is beyond it, NaN for NaN and infinities. Rows of the
-    caches' own 8 bits are copied.
+    Caches of e4m3 or e5m2 convert wider rows after the rotation: `byte = round(value / descale)`, to nearest, ties to
+    even. A number beyond the largest one becomes the largest one. NaN and infinities become NaN. Rows of the caches'
+    own 8-bit dtype are copied.
 
-    On a GPU the device reads lengths, tables, slots and factors: a CUDA graph may be replayed with others. New rows are
-    omitted that are beyond the table, or whose page number or slot is out of range, such as -1: requests that only fill
-    up a batch cost no page. Of two rows with one slot, either one is written.
+    On a GPU the device reads lengths, tables, slots and factors: a CUDA graph may be replayed with others. A new row is
+    not written if it is beyond the table, or if its page number or slot is out of range, such as -1. Requests that only
+    pad a batch therefore need no page. Of two rows with one slot, either one is written.
 
     Args:
         k_cache: (pages, page_size, h_k, d), written in place; any strides, the last dimension contiguous. Or a
@@ -96,7 +96,7 @@ def append_kv(
         v_new: (b, s, h_k, d_v), or (t, h_k, d_v).
         slot_mapping: (t,) or (b, s), a number for each new row, int32 or int64, in the place of a layout. -1 is a row
             that is not written.
-        positions: of slot_mapping's shape, int32 or int64: the new rows' positions, for `rotary`.
+        positions: the positions of the new rows, for `rotary`: int32 or int64, of slot_mapping's shape.
         q: (b, s, h_q, d) or (t, h_q, d): the queries of the same tokens, for `rotary`; not written to.
         rotary: cos and sin, (positions, pairs) with `2 * pairs <= d`, of any float dtype. Later positions take the last
             row.

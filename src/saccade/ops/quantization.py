@@ -59,13 +59,12 @@ def quantize(
     of 128 rows of it. Query heads that share a key head share its factor. Then `x = byte * descale` to half of the
     byte's last bit.
 
-    Rows that are not in use count for nothing, and their bytes are zero. The factor of nothing but zeros is 1, and no
-    factor is below 2^-126. NaN and infinities become NaN, and count for no maximum: the numbers beside them are as
-    exact as without them.
+    Rows that are not in use affect no factor, and their bytes are zero. If all numbers are zero, the factor is 1. No
+    factor is below 2^-126. NaN and infinities become NaN. The maximum ignores them, so other numbers stay as exact.
 
     On a GPU `per="block"` reads each tensor once, the others twice. Nothing waits for the device, and CUDA graphs may
-    be replayed with other lengths. A CPU and a GPU give the same bytes, but for rotation's and smoothing's sums, which
-    round in float32.
+    be replayed with other lengths. A CPU and a GPU give the same bytes, except that the sums of rotation and
+    smoothing round in float32.
 
     Args:
         q: as `attention` takes it, float16, bfloat16 or float32; None quantizes k and v alone, for a cache, or where
@@ -76,13 +75,13 @@ def quantize(
             (b, h_k); "block", one for each 128 rows or keys of a sequence besides, (b, h_k, n). More factors cost
             attention little, and outliers then harm only their own block.
         dtype: torch.float8_e4m3fn, four bits of precision, or torch.float8_e5m2, three of them.
-        smooth_k: subtract the mean of each sequence's keys. All scores of a row become less by one number, the shift
-            `q · mean` times the scale, which softmax does not see; keys that share a large part are small numbers
-            then. The factors carry the shift: attention adds it to the LSE, times its own scale, and refuses sinks and
-            score functions, to which the scores themselves matter.
+        smooth_k: subtract the mean of each sequence's keys. Keys that share a large part become small numbers. All
+            scores of a row decrease by the same number, the shift `q · mean` times the scale, which softmax ignores.
+            The `Descale` holds the shift. Attention multiplies it by its own scale and adds it to the LSE. It refuses
+            sinks and score functions, which need the original scores.
         rotate: multiply q and k by an orthogonal Hadamard matrix, which spreads an outlier over the elements of its
-            row. `q kᵀ` stays as it is. It mixes the largest power of two that divides the head dim: all of 64, 128 or
-            256, groups of 32 of 96, nothing where d is odd. One NaN makes its row NaN.
+            row. `q kᵀ` stays as it is. The matrix mixes groups of elements. The size of a group is the largest power
+            of two that divides d: 32 for d = 96. For odd d nothing rotates. One NaN makes its row NaN.
         layout: where rows are: `Dense` in any order, padded, or `Packed`, with the meaning that it has in `attention`.
             Blocks count from the first row of each sequence.
         v_order: the memory order of 8-bit v: "rows", v's own; or "keys": the keys of one column are neighbours, as

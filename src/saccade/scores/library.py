@@ -166,12 +166,13 @@ def _column(q_idx: Tensor, kv_idx: Tensor, reach: int) -> Tensor:
 def t5_bias(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
     """`score -> score + table[bucket(kv_idx - q_idx), h]`: T5's learned bias, one value for each bucket of distances.
 
-    Half of the buckets are one distance each, the others grow by a constant factor up to `max_distance`; the last one
-    takes all that are farther. T5 scales by 1: pass `scale=1.0` to `attention` for its own checkpoints.
+    Half of the buckets hold one distance each. The others grow by a constant factor up to `max_distance`. The last one
+    also holds all larger distances. T5 scales by 1: pass `scale=1.0` to `attention` for its own checkpoints.
 
     Args:
         table: (buckets, h_q), as T5's `relative_attention_bias.weight`; it gets a gradient if it requires one.
-        bidirectional: half of the buckets for keys after the query, as in encoders; else those all share bucket 0.
+        bidirectional: True uses half of the buckets for keys after the query, as encoders do. False puts all of these
+            into bucket 0.
         max_distance: from here on all distances share a bucket.
 
     Raises:
@@ -303,7 +304,7 @@ class _Composed:
 
 
 def compose(*mods: Callable[..., Tensor]) -> ScoreMod:
-    """One score modification after the other, the first one first.
+    """A score function that applies the given ones one after another, in this order.
 
     Raises:
         TypeError: something that cannot be called.
