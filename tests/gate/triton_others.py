@@ -78,7 +78,7 @@ def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
     call = Call.of_views(q, k, k[..., :d_v], Dense(), mask=selected(tables[0]) & causal())
     if kernel == "token_keys":
         return warmed(*slot_lists.keys_launch(call, {}, *tables))
-    work, numbers = token_lists.Work.of(call, {}, 1, 2048), torch.empty(16)
+    work, numbers = token_lists.TokenWork.of(call, {}, 1, 2048), torch.empty(16)
     memory = torch.empty(16, dtype=dtype), numbers
     if kernel == "token_sums":
         order = torch.empty(16, dtype=torch.int32)

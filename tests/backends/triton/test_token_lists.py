@@ -101,7 +101,7 @@ def test_inverted_lists():
 
 def work_of(call):
     tables = token_lists.keys_of_rows(call, {})
-    return token_lists.Work.of(call, {}, tables[0].shape[1], tables[0].shape[3]), tables
+    return token_lists.TokenWork.of(call, {}, tables[0].shape[1], tables[0].shape[3]), tables
 
 
 def test_the_same_bits():
@@ -135,7 +135,7 @@ def test_refusals(mask, keywords, reason):
     assert f"takes head dims above 512 without pages for {reason}" in "; ".join(told.reasons["triton"])
 
 
-MADE, INVERTED, KEYS = token_lists.Work.made, token_lists.inverted, token_lists.keys_of_rows
+MADE, INVERTED, KEYS = token_lists.TokenWork.made, token_lists.inverted, token_lists.keys_of_rows
 
 
 def _wrong_launch(number, change):
@@ -145,7 +145,7 @@ def _wrong_launch(number, change):
         for i, (launch, arguments) in enumerate(MADE(self, given, keys, rows)):
             yield launch, tuple(change(list(arguments))) if i == number else arguments
 
-    return {"Work.made": made}
+    return {"TokenWork.made": made}
 
 
 def _replaced(place, change):

@@ -50,7 +50,7 @@ SUMS = 512, 8, 4
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenWork:
     """How a call is cut into rows whose parts are there at a time."""
 
     call: Call
@@ -62,14 +62,14 @@ class Work:
     rows: int
 
     @staticmethod
-    def of(call: Call, launches: Launches, lists: int, n: int) -> Work:
+    def of(call: Call, launches: Launches, lists: int, n: int) -> TokenWork:
         """lists: heads that have lists, of n keys each."""
         (b, h_q, s_q, d), h_k = call.q.shape, call.k.shape[1]
         groups = max(lists, h_k)
         room = max(1, -(-n // ROOM)) * ROOM
         of_row = groups * room * (d + call.v.shape[3]) * PARTS_OF.get(call.q.dtype, torch.float32).itemsize
         rows = max(1, min(b * s_q, MOST_BYTES // of_row))
-        return Work(
+        return TokenWork(
             call, launches, Heads(*constants(h_q // groups, groups // h_k, groups // lists)), groups, room, rows
         )
 
@@ -134,7 +134,7 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
     with on_device(q):
         (dout, shift, delta), tables = row_sums(call, launches, saved), keys_of_rows(call, launches)
-        work = Work.of(call, launches, tables[0].shape[1], tables[0].shape[3])
+        work = TokenWork.of(call, launches, tables[0].shape[1], tables[0].shape[3])
         operands = [operand(call, launches, name) for name in ("q", "k", "v")]
         if paged.reads_once(call):
             operands[2] = None
@@ -154,7 +154,7 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
 
 
 def inverted(
-    work: Work, tables: tuple[Tensor, Tensor], sums: Tensor, first: int, rows: int
+    work: TokenWork, tables: tuple[Tensor, Tensor], sums: Tensor, first: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums that some rows add to; numbers of parts, key after key; and where those of each key begin. The sort is
     stable: parts of a key come in the order of rows."""
@@ -171,12 +171,12 @@ def inverted(
     there = i[:n] < used[of_list][..., None]
     keys = torch.nn.functional.pad(torch.where(there, keys, len(target)), (0, work.room - n), value=len(target))
     ordered, order = keys.int().flatten().sort(stable=True)
-    places = torch.arange(len(target) + 1, device=table.device, dtype=torch.int32)
-    return target, order.int(), torch.searchsorted(ordered, places, out_int32=True)
+    numbers = torch.arange(len(target) + 1, device=table.device, dtype=torch.int32)
+    return target, order.int(), torch.searchsorted(ordered, numbers, out_int32=True)
 
 
 def sums_launch(
-    work: Work, target: Tensor, parts: Tensor, order: Tensor, starts: Tensor
+    work: TokenWork, target: Tensor, parts: Tensor, order: Tensor, starts: Tensor
 ) -> tuple[Launch, tuple[Any, ...]]:
     """The launch that adds parts to the sums of their keys."""
     block, at_once, warps = SUMS
