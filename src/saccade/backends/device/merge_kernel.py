@@ -81,7 +81,7 @@ def merge_kernel(
         part = number * rows.to(tl.int64) + offset[:, None]
         found = tl.load(part_lse + part, mask=known[:, None] & (number < splits), other=float("-inf"))
         weight = tl.exp(finite(found) - top[:, None])
-        weight = tl.where(alone[:, None] & (found != found), 1.0, weight)
+        weight = tl.where(tl.expand_dims(alone, 1) & (found != found), 1.0, weight)
         # [ROWS, CHUNK, BLOCK_DV]
         mask = (weight != 0)[:, :, None] & (column < D_V)[None, None, :]
         values = tl.load(parts + part[:, :, None] * D_V + column[None, None, :], mask=mask, other=0.0)

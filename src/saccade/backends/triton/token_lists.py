@@ -135,10 +135,8 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
     with on_device(q):
         (dout, shift, delta), tables = row_sums(call, launches, saved), keys_of_rows(call, launches)
         work = TokenWork.of(call, launches, tables[0].shape[1], tables[0].shape[3])
-        operands = [operand(call, launches, name) for name in ("q", "k", "v")]
-        if paged.reads_once(call):
-            operands[2] = None
-        given = *operands, dout, TensorArgs.of(dq), shift, delta
+        v_args = None if paged.reads_once(call) else operand(call, launches, "v")
+        given = *(operand(call, launches, name) for name in ("q", "k")), v_args, dout, TensorArgs.of(dq), shift, delta
         sums = torch.zeros(*k.shape[:3], work.columns, dtype=torch.float32, device=q.device)
         memory, all_rows = work.empty(), q.shape[0] * q.shape[2]
         for first in range(0, all_rows, work.rows):
