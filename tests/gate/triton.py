@@ -79,6 +79,7 @@ def features() -> Iterator[str]:
     yield "triton union 16bit d128/128 few grouped"
     yield "triton listed 16bit d128/128 keys grouped"
     yield from (f"triton {name} 16bit d576/512" for name in TOKENS)
+    yield from (f"triton {name} 16bit d96/40" for name in TOKENS[1:4])
     yield f"{key('dkdv', Spec('bf16', 128, mask='causal'))} dropout"
     yield from (f"triton paged 16bit d128/128 {word}" for word in (*triton_others.ROWS, "append", "slots"))
     yield from (f"triton paged 16bit d576/512 {word} latent" for word in triton_others.LATENT)

@@ -83,10 +83,10 @@ def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
     if kernel == "token_sums":
         order = torch.empty(16, dtype=torch.int32)
         return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), numbers, order, order))
-    rows = TensorArgs.of(q), TensorArgs.of(k), None, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
-    made = work.made(rows, work.keys(tables, memory, 0), 64)
-    number = ("token_weights", "token_dq", "token_parts").index(kernel)
-    return warmed(*list(made)[number])
+    v = None if d > 256 else TensorArgs.of(k[..., :d_v])
+    rows = TensorArgs.of(q), TensorArgs.of(k), v, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
+    made = [*work.made(rows, work.keys(tables, memory, 0), 64)]
+    return warmed(*made[["token_weights", "token_dq", "token_parts"].index(kernel)])
 
 
 def append(d: int, d_v: int, dtype: torch.dtype, by_slot: bool = False) -> Any:

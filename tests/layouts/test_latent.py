@@ -105,6 +105,7 @@ def test_lists_over_dense_latents(on_hopper, change, reason):
     mask, layout = change(torch.zeros(2, 1, 3, 2).int()), Dense("bshd")
     told = explain(q, kv, kv[..., :D_V], mask=mask, layout=layout)
     assert (told.backend == "gluon") == (reason is None)
+    assert reason or told.gradient == "triton"
     assert not reason or reason in "; ".join(told.reasons["gluon"])
 
 

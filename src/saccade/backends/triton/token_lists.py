@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saccade.backends import Launches, Outputs, Saved
 from saccade.backends.device import positions, scores
-from saccade.backends.device.arguments import TileShape, precision
+from saccade.backends.device.arguments import SWIZZLED, TileShape, precision
 from saccade.backends.device.gradients import sink_gradient
 from saccade.backends.device.launch import Launch, cached_launch, on_device, per_row, without_scores
 from saccade.backends.device.records import TensorArgs, constants, runtime_int
@@ -113,8 +113,8 @@ class TokenWork:
         block_q = min(BLOCK_Q, max(16, 1 << (share - 1).bit_length()))
         first, rest = map(tl.constexpr, paged.columns(call.q.shape[3], call.q.dtype))
         shape = TileShape.of(call, block_q, block_k)
-        if rest.value:
-            shape = shape._replace(BLOCK_D=first, REST=rest)
+        if rest.value:  # a tile as wide as what is swizzled together: see SWIZZLED
+            shape = shape._replace(BLOCK_D=first, REST=tl.constexpr(max(rest.value, SWIZZLED // 2)))
         grid = rows * self.groups * -(-share // block_q), 1, 1
         return Launch(kernel, grid, (shape, self.heads), warps, stages, 1)
 
@@ -135,10 +135,8 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
     with on_device(q):
         (dout, shift, delta), tables = row_sums(call, launches, saved), keys_of_rows(call, launches)
         work = TokenWork.of(call, launches, tables[0].shape[1], tables[0].shape[3])
-        operands = [operand(call, launches, name) for name in ("q", "k", "v")]
-        if paged.reads_once(call):
-            operands[2] = None
-        given = *operands, dout, TensorArgs.of(dq), shift, delta
+        v_args = None if paged.reads_once(call) else operand(call, launches, "v")
+        given = *(operand(call, launches, name) for name in ("q", "k")), v_args, dout, TensorArgs.of(dq), shift, delta
         sums = torch.zeros(*k.shape[:3], work.columns, dtype=torch.float32, device=q.device)
         memory, all_rows = work.empty(), q.shape[0] * q.shape[2]
         for first in range(0, all_rows, work.rows):
