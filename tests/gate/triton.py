@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.key_lists import ListArgs
 from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.triton import launch, listed_launch
-from saccade.backends.triton.config import config, kernels, key
+from saccade.backends.triton.config import config, formula, kernels, key
 from saccade.backends.triton.listed_kernel import Inverted, Unions, listed_dq_kernel
 from saccade.call import Call
 from saccade.call.spec import Spec
-from tests.gate import shared, triton_others
+from tests.gate import fit, shared, triton_others
 from tests.gate.rows import GPU, GateRow, device_mask, warmed
 from tests.gate.shared import SHARED
 
@@ -29,6 +30,8 @@ DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 BIAS_SPILL = 250
 """What a bias of every score costs dk and dv: 312 and more on 3.9, where loads of 16 bits spilled 452. Not timed."""
+OTHER_SPILL = 40
+"""What the forward of d 64 spills on sm120, where others spill nothing. Not timed."""
 LISTED_SPILL = 64
 """What gradients of gathered rows' keys spill: 40 at d 128."""
 QUANTIZE = (
@@ -50,6 +53,13 @@ LISTED = "union", "listed", "listed_dq", "listed_dkdv"
 TOKENS = "token_keys", "token_weights", "token_dq", "token_parts", "token_sums"
 MAX_SCORES = "forward 16bit d128/128 masked", "paged 16bit d128/128 decode", "paged 16bit d128/128 merge"
 
+OTHERS = (
+    "triton dq 16bit d64/64 masked sm80",
+    "triton forward 16bit d256/256 masked sm89",
+    "triton dkdv 16bit d256/256 masked sm120",
+    "triton dkdv 16bit d128/128 masked gfx942",
+)
+"""A row of each other architecture: what did not fit or spilled there most."""
 _MOVED = "rank_sums", "spread_rows"
 
 
@@ -59,6 +69,7 @@ def configs() -> Iterator[str]:
     silent = Spec("fp32", 256, mask="causal"), Spec("bf16", 32), *(Spec(dtype, 512) for dtype in ("bf16", "fp32"))
     for spec in silent:
         yield from (key(kernel, spec) for kernel in kernels(spec) if key(kernel, spec) not in table(GPU))
+    yield from OTHERS
 
 
 def features() -> Iterator[str]:
@@ -99,8 +110,12 @@ def features() -> Iterator[str]:
 
 
 def combinations() -> Iterator[str]:
-    """None: these kernels have their features one beside the other."""
-    return iter(())
+    """The formulas' tiles on other architectures, besides those of `configs`: these kernels have their features one
+    beside the other."""
+    for word in fit.SHARED:
+        for kernel in ("forward", "dkdv", "dq"):
+            rows = (f"triton {kernel} 16bit d{d}/{d} masked {word}" for d in (64, 128, 256))
+            yield from (row for row in rows if row not in OTHERS)
 
 
 def compiled(name: str) -> tuple[Any, int]:
@@ -138,11 +153,14 @@ def compiled(name: str) -> tuple[Any, int]:
         "dq": (v, q, rows, rows, None),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
-    tile = config(row.kernel, call.spec, GPU)
+    other = row.words[-1] in fit.SHARED
+    tile = (
+        formula(row.kernel, replace(call.spec, device=row.words[-1])) if other else config(row.kernel, call.spec, GPU)
+    )
     arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
     kernel = warmed(launch.prepare(row.kernel, call, tile), (*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
-    return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words)
+    return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words) + OTHER_SPILL * other
 
 
 def _listed(kernel: str, call: Call) -> Any:
