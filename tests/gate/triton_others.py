@@ -79,10 +79,10 @@ def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
     if kernel == "token_keys":
         return warmed(*slot_lists.keys_launch(call, {}, *tables))
     work, numbers = token_lists.TokenWork.of(call, {}, 1, 2048), torch.empty(16)
-    memory = torch.empty(16, dtype=dtype), numbers
+    memory = torch.empty(16, dtype=dtype), torch.empty(16, dtype=token_lists.PARTS_OF[dtype])
     if kernel == "token_sums":
         order = torch.empty(16, dtype=torch.int32)
-        return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), numbers, order, order))
+        return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), memory[1], order, order))
     v = None if d > 256 else TensorArgs.of(k[..., :d_v])
     rows = TensorArgs.of(q), TensorArgs.of(k), v, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
     made = [*work.made(rows, work.keys(tables, memory, 0), 64)]

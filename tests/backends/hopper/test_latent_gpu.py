@@ -122,7 +122,7 @@ def _nothing(parts: Tensor, part_lse: Tensor) -> None:
 
 
 def _a_part_is_lost(parts: Tensor, part_lse: Tensor) -> None:
-    part_lse[1] = -torch.inf
+    part_lse[2] = -torch.inf  # of the second line
 
 
 def _halves_are_swapped(parts: Tensor, part_lse: Tensor) -> None:
@@ -130,7 +130,7 @@ def _halves_are_swapped(parts: Tensor, part_lse: Tensor) -> None:
 
 
 def _a_stale_stage(parts: Tensor, part_lse: Tensor) -> None:
-    parts[1] = parts[0]
+    parts[2] = parts[0]
 
 
 def _sums_of_one_consumer(parts: Tensor, part_lse: Tensor) -> None:

@@ -34,7 +34,8 @@ from saccade.layouts import Paged, empty_like_rows
 
 MOST_BYTES = 2 << 30
 """Of parts: what some rows add to dk and dv of their keys."""
-PARTS_OF: dict[torch.dtype, torch.dtype] = {}
+PARTS_OF = {torch.bfloat16: torch.bfloat16}
+"""The dtype of parts of operands of this dtype; else float32. A part is rounded as the weights are that it sums."""
 BLOCK_Q = 64
 """Heads of a tile."""
 WEIGHTS = 32, 4, 2
