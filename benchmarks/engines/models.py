@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """transformers' name of the model, and its sizes; windows, caps and sinks are those of transformers' defaults."""
 WHOLE = {"llama": 32, "qwen3": 40, "gemma2": 42, "gemma3": 48, "gpt_oss": 24, "deepseek": 61}
 """Layers of the published models."""
-LATENT_ROW = {"deepseek": 576}
+LATENT_ROW: dict[str, int] = {"deepseek": 576}
 """Numbers of a token in a cache of latents."""
 
 
@@ -55,7 +55,8 @@ def config(name: str, layers: int | None = None) -> Any:
 def cache_bytes(name: str, layers: int | None, width: int) -> int:
     """What a token takes in a cache whose numbers have `width` bytes."""
     sizes = SHAPES[name][1]
-    return (layers or sizes["layers"]) * LATENT_ROW.get(name, sizes["key_heads"] * sizes["d"] * 2) * width
+    row = LATENT_ROW[name] if name in LATENT_ROW else sizes["key_heads"] * sizes["d"] * 2
+    return (layers or sizes["layers"]) * row * width
 
 
 def save(name: str, layers: int | None, folder: Path, device: str) -> None:
