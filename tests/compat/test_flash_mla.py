@@ -163,3 +163,16 @@ def test_what_does_not_fit_decoding(given, error):
     }  # fmt: skip
     with pytest.raises(ValueError, match=error):
         flash_mla_with_kvcache(**call | given)
+
+
+def test_lengths_in_compiled_code():
+    """Which the host cannot read there."""
+
+    def prompt(q, kv, indices, used):
+        return flash_mla_sparse_fwd(q, kv, indices, 0.1, 32, None, used)
+
+    q, kv, used = torch.randn(3, 4, 48), torch.randn(9, 1, 48), torch.tensor([1, 2, 0], dtype=torch.int32)
+    indices = torch.tensor([0, 8], dtype=torch.int32).expand(3, 1, 2)
+    found = torch.compile(prompt, fullgraph=True, backend="aot_eager")(q, kv, indices, used)
+    for one, other in zip(found, prompt(q, kv, indices, used), strict=True):
+        torch.testing.assert_close(one, other)

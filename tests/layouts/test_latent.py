@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saccade import Dense, Packed, Paged, append_kv, attention, causal, explain, selected, softcap, window
+from saccade import Dense, LatentCache, Packed, Paged, append_kv, attention, causal, explain, selected, softcap, window
 from saccade.backends import backend_module, cpu
 from saccade.backends.device import slot_lists
 from saccade.call import Call
@@ -270,3 +270,30 @@ def test_a_compiled_call() -> None:
         return attention(q, cache, cache[..., :D_V], layout=layout, mask=causal())
 
     assert torch.equal(call(q, cache), attention(q, cache, cache[..., :D_V], layout=layout, mask=causal()))
+
+
+@pytest.mark.parametrize("form", ["v3.2", "v4"])
+def test_records_of_which_no_row_is_listed(form: str) -> None:
+    size, d = (656, 576) if form == "v3.2" else (584, 512)
+    cache = LatentCache(torch.zeros(3, 4, size, dtype=torch.uint8), form)
+    layout = Paged(slots=torch.zeros(2, 0, dtype=torch.long), seqused_k=torch.zeros(2, dtype=torch.long))
+    out = attention(torch.randn(2, 4, d), cache, cache, layout=layout, return_lse=True)
+    assert not out.out.any()
+    assert bool((out.lse == -torch.inf).all())
+
+
+def test_records_share_no_memory_with_what_is_written() -> None:
+    held = torch.zeros(16, 4, 656, dtype=torch.uint8)
+    cache, slot = LatentCache(held, "v3.2"), torch.tensor([0])
+    floats = held.view(-1).view(torch.float32)
+    with pytest.raises(ValueError, match="must not share memory with k_new"):
+        append_kv(cache, cache, None, floats[:576].view(1, 1, 576), None, slot_mapping=slot)
+    expanded = LatentCache(held[:1].expand(3, 4, 656), "v3.2")
+    with pytest.raises(ValueError, match="elements of it share memory"):
+        append_kv(expanded, expanded, None, torch.randn(1, 1, 576), None, slot_mapping=slot)
+    layout = Paged(slots=torch.zeros(2, 1, dtype=torch.long), seqused_k=torch.ones(2, dtype=torch.long))
+    with pytest.raises(ValueError, match="out is written to, and must not share memory with k"):
+        attention(torch.randn(2, 4, 576), cache, cache, layout=layout, out=floats[: 2 * 4 * 512].view(2, 4, 512))
+    assert not held.any()
+    with pytest.raises(ValueError, match=r"slot_mapping \(2,\)"):
+        append_kv(cache, cache, None, torch.randn(1, 1, 576), None, slot_mapping=torch.tensor([0, 1]))

@@ -55,6 +55,7 @@ def check_call(
     layout = _BHSD if layout is None else layout
     if not isinstance(layout, Layout) or not isinstance(backend, str):
         raise _type_error(layout, backend)
+    cache = k
     q, k, v, layout, slots = _settled(q, k, v, layout)
     tensors = layout.tensors
     if mask is not None:
@@ -67,7 +68,7 @@ def check_call(
     if dropout_p and not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; with 1 every probability would be zero")
     if out is not None:
-        _check_out(out, q, v, layout)
+        _check_out(out, q, v, layout, cache)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else _checked_scale(scale)
     found = None
     if k.dtype in EIGHT_BITS or descale is not None:
@@ -259,7 +260,7 @@ def _check_tensors(
         raise arguments.refusal(q if sink is None else sink, f"{error}: {_shapes(q, k, v, layout)}")
 
 
-def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
+def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout, cache: Any) -> None:
     if error := layout.out_error(out):
         raise TypeError(error)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -275,6 +276,8 @@ def _check_out(out: Tensor, q: Tensor, v: Tensor, layout: Layout) -> None:
         )
     if out.stride(-1) != 1 and out.shape[-1] != 1:
         raise ValueError(f"the last dimension of out must be contiguous, got strides {out.stride()}")
+    if isinstance(cache, LatentCache):  # whose rows a call reads beforehand
+        memory_layout.refuse_shared("out", out, [("k", cache.bytes)])
 
 
 def _bind_score(score_mod: Any, q: Tensor, k: Tensor, layout: Layout) -> Score:

@@ -148,7 +148,8 @@ class Selected(PredicateMask):
             fits = not self.end_to_end and shape[2] == groups and (shape[0] == 1 or shape[0] == b)
         if not (fits and (shape[-3] == 1 or shape[-3] == h_k or shape[-3] == h_q)):
             wanted = f"(h, {rows}, n)" if of_rows else f"({b} or 1, h, {groups}, n)"
-            shape_text = f"{wanted} with h {h_q}, {h_k} or 1, a list for each {self.rows} rows of a head"
+            each = "row" if self.rows == 1 else f"{self.rows} rows"
+            shape_text = f"{wanted} with h {h_q}, {h_k} or 1, a list for each {each} of a head"
             return f"{self.kind}'s indices must be {shape_text}; got {tuple(shape)}"
         lengths = self.lengths
         if lengths is not None and lengths.dim() == 1 and not (lengths.shape[0] == 1 or lengths.shape[0] == b):

@@ -183,11 +183,13 @@ def _append_records(k_cache: Any, v_cache: Any, slots: Paged | CacheSlots, k_new
         fits = len(lead) == (2 if slots.cu_seqlens_q is None else 1) and (len(lead) == 1 or lead[0] == slots.sequences)
     if not fits or k_new.shape[-2:] != (1, k_cache.record.d) or k_new.dtype not in WIDER:
         wanted = f"(b, s, 1, {k_cache.record.d}) or (t, 1, {k_cache.record.d}), of float16, bfloat16 or float32"
-        raise ValueError(f"k_new must be rows of {k_cache!r} for {slots!r}, {wanted}, got {arguments.describe(k_new)}")
+        where = f"slot_mapping {tuple(slots.slot_mapping.shape)}" if isinstance(slots, CacheSlots) else repr(slots)
+        raise ValueError(f"k_new must be rows of {k_cache!r} for {where}, {wanted}, got {arguments.describe(k_new)}")
     if len(devices := {x.device for x in (k_new, k_cache.bytes, *slots.tensors)}) > 1:
         raise ValueError(f"all tensors of append_kv must be on one device, got {', '.join(map(str, devices))}")
     if needs_gradient(k_new):
         raise ValueError("append_kv has no gradients: call it inside torch.no_grad()")
+    memory_layout.refuse_shared("k_cache", k_cache.bytes, [("k_new", k_new)])
     pages, size = k_cache.bytes.shape[:2]
     if k_new.is_cpu:
         _check_numbers(slots, k_new, pages, size)
