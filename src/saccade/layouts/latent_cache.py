@@ -161,8 +161,8 @@ class LatentCache:
             slots=torch.where(there, index, -1), seqused_k=layout.seqused_k, cu_seqlens_q=layout.cu_seqlens_q,
             num_splits=layout.num_splits,
         )  # fmt: skip
-        listed = slots.flatten() if slots.numel() else slots.new_full((1,), -1)  # a cache has one row at least
-        return self.rows(listed, dtype)[:, None, None], found
+        read = slots.flatten() if slots.numel() else slots.new_full((1,), -1)  # a cache has one row at least
+        return self.rows(read, dtype)[:, None, None], found
 
     def __repr__(self) -> str:
         return f"LatentCache({list(self.bytes.shape)}, {self.format!r})"
