@@ -264,7 +264,7 @@ def _check_range(name: str, lengths: Tensor, most: int, text: str) -> None:
     Raises:
         ValueError: on a CPU, lengths that are negative or more than there are.
     """
-    read = lengths.is_cpu and lengths.numel() and has_values(lengths) and not torch.compiler.is_compiling()
+    read = lengths.is_cpu and lengths.numel() and has_values(lengths)
     if read and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
         raise ValueError(f"{name} must be from 0 to {text}, got {shortened(lengths.flatten().tolist())}")
 

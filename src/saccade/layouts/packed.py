@@ -303,7 +303,7 @@ def _longest(
         return rows
     if bound is not None:
         return min(bound, rows)
-    if torch.compiler.is_compiling() or offsets.device.type != "cpu" or not has_values(offsets) or offsets.shape[0] < 2:
+    if offsets.device.type != "cpu" or not has_values(offsets) or offsets.shape[0] < 2:
         return rows if unknown is None else unknown
     return min(max(int(lengths().max()), 0), rows)
 

@@ -237,7 +237,7 @@ class Paged(Layout):
         offsets = self.cu_seqlens_q
         if offsets is None:
             return True
-        return offsets.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(offsets)
+        return offsets.device.type == "cpu" and has_values(offsets)
 
     def sizes(self, q: Tensor, k: Tensor) -> Sizes:
         """The sizes, with s_q = 0 if the host does not know the longest sequence."""

@@ -33,7 +33,8 @@ def check_offsets(name: str, offsets: list[int], t: int) -> list[int]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read at all; those that vmap maps over are many at once."""
+    """Whether the numbers of a tensor can be read at all: not in compiled code, and those that vmap maps over are many
+    at once."""
     if torch.compiler.is_compiling():
         return False
     return not is_fake(x) and x.device.type != "meta" and not _is_mapped(x)
@@ -92,7 +93,7 @@ def offsets_of_position_ids(ids: Tensor, max_sequences: int | None) -> Tensor:
     starts = ids == 0
     starts[..., :1] = True
     numbers = starts.flatten().cumsum(0)  # of each token its sequence, from 1 on
-    if max_sequences is None or (ids.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(ids)):
+    if max_sequences is None or (ids.device.type == "cpu" and has_values(ids)):
         count = int(numbers[-1]) if numbers.numel() else 0
         if max_sequences is not None and count > max_sequences:
             raise ValueError(
