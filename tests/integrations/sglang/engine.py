@@ -22,13 +22,11 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+from tests.integrations.small_model import saved
+
 ABSENT = {
     "IPython", "torchvision", "torchaudio", "gguf", "sgl_kernel", "uvicorn", "setproctitle", "cutlass", "quack", "cuda",
     "tvm_ffi", "xgrammar",
-}  # fmt: skip
-SIZES: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -60,18 +58,6 @@ def install() -> None:
     sys.meta_path.insert(0, Absent())
 
 
-def model_of(folder: str) -> Any:
-    torch, transformers = (import_module(x) for x in ("torch", "transformers"))
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("llama", **SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():  # so that rows attend to few keys
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2 if "q_proj" in name or "k_proj" in name else 0.08)
-    model.save_pretrained(folder)
-    return model
-
-
 def main(folder: str, page_size: str = "1") -> None:
     hook = Path(folder) / "sitecustomize.py"
     hook.write_text(
@@ -80,7 +66,7 @@ def main(folder: str, page_size: str = "1") -> None:
     )
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
     install()
-    torch, model = import_module("torch"), model_of(folder)
+    torch, model = import_module("torch"), saved("llama", folder)
     engine = import_module("sglang.srt.entrypoints.engine").Engine(
         model_path=folder, device="cpu", attention_backend="saccade", skip_tokenizer_init=True, dtype="float32",
         max_total_tokens=4096, max_running_requests=8, page_size=int(page_size),

@@ -22,11 +22,8 @@ os.environ |= {
 import torch
 
 from saccade.integrations.vllm import BACKEND, PREFILL
+from tests.integrations.small_model import saved
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LATENTS: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64,
@@ -44,19 +41,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "caps": ("gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0}, {"block_size": 16}),
 }
 """transformers' name of a model, and what changes its configuration and the engine's."""
-
-
-def model_of(case: str, folder: str) -> Any:
-    transformers: Any = import_module("transformers")
-    kind, changes, _ = CASES[case]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():  # so that rows attend to few keys
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2 if "q_proj" in name or "k_proj" in name else 0.08)
-    model.save_pretrained(folder)
-    return model
 
 
 def engine_of(case: str, folder: str) -> Any:
@@ -103,6 +87,6 @@ def compared(model: Any, engine: Any) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     given_case, given_folder = sys.argv[1:]
-    given_model = model_of(given_case, given_folder)
+    given_model = saved(CASES[given_case][0], given_folder, **CASES[given_case][1])
     print("RESULT", json.dumps(compared(given_model, engine_of(given_case, given_folder))), flush=True)
     os._exit(0)  # the engine's threads may keep the process alive
