@@ -165,8 +165,12 @@ def tokens_of_rows(call: Call, gradient: bool = False) -> bool:
         return False
     if gradient and call.score is not None and call.score.tensors:
         return False
-    wide = call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
-    return wide or (gradient and _few_tokens(call))
+    return _lists_latents(call) or (gradient and _few_tokens(call))
+
+
+def _lists_latents(call: Call) -> bool:
+    """Whether rows list latents as wide as caches hold."""
+    return call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
 
 
 def _few_tokens(call: Call) -> bool:
@@ -209,8 +213,7 @@ def explanation(call: Call, backend: str) -> str | None:
         whole = "too" if gathers(call, True) or tokens_of_rows(call, True) else "by a table of bits"
         text = f"a program gathers the keys of a list{rows}, for the rows and heads that share it"
         return f"lists of keys: {text}" + ("" if call.layout.has_pages else f"; gradients {whole}")
-    latent = call.latent and call.q.shape[3] > 256 and row_lists_obstacle(call) is None
-    if (backend == "gluon" and latent) or (backend == "triton" and tokens_of_rows(call)):
+    if (backend == "gluon" and _lists_latents(call)) or (backend == "triton" and tokens_of_rows(call)):
         return "lists of keys: each call makes slots of them, 4 bytes an entry, and a program gathers those of a row"
     made = "" if backend == "cpu" else f"each call makes {_bytes(call) / 1e6:.1f} MB of bits of them, and "
     if call.layout.has_pages:

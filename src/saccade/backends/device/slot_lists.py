@@ -127,11 +127,8 @@ class SlotLists(NamedTuple):
 def keys_of_rows(call: Call, launches: Launches) -> tuple[Tensor, Tensor]:
     """The keys that each row of a dense call sees, int32 (b, heads with lists, s_q, n), and how many of n count."""
     lists, (b, _, s_q, _) = _listed(call)[0], call.q.shape
-    heads, n, make = (
-        lists.lists.shape[1],
-        lists.lists.shape[-1] * lists.keys,
-        {"dtype": torch.int32, "device": call.q.device},
-    )
+    heads, n = lists.lists.shape[1], lists.lists.shape[-1] * lists.keys
+    make = {"dtype": torch.int32, "device": call.q.device}
     table, used = torch.empty(b, heads, s_q, n, **make), torch.empty(b, heads, s_q, **make)
     if used.numel():
         with on_device(table):

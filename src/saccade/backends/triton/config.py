@@ -78,12 +78,10 @@ def formula(kernel: str, spec: Spec) -> TileConfig:
     if kernel == "dkdv":
         if wide <= 64:
             return TileConfig(32, 64, 4, 2)
+        if wide > 128:
+            return TileConfig(16, 64, 8, 1)
         # With 8 warps AMD's GPUs spill 332 bytes, and with 4 the others 56.
-        return (
-            TileConfig(32, 64, 4 if spec.device.startswith("gfx") else 8, 2)
-            if wide <= 128
-            else TileConfig(16, 64, 8, 1)
-        )
+        return TileConfig(32, 64, 4 if spec.device.startswith("gfx") else 8, 2)
     if wide <= 64:
         return TileConfig(128, 64, 8, 2)
     return TileConfig(64, 32, 4, 2) if wide <= 128 else TileConfig(64, 16, 4, 1)
