@@ -2,7 +2,7 @@
 
     python -m benchmarks.engines.serving MODEL [--backends FLASH_ATTN,CUSTOM,TRITON_ATTN] [--mode graphs] [--cache fp8]
         [--layers N] [--work check,prefill,mixed,prefix,decode] [--rounds 3] [--seconds 280] [--profile decode-1x1000]
-        [--engine JSON] [--out rows.jsonl]
+        [--engine JSON] [--lock FILE] [--out rows.jsonl]
 
 CUSTOM is saccade. `FLASH_ATTN@2` is one more engine on FLASH_ATTN: how much two processes of the same backend differ.
 For deepseek, whose cache has latents, the backends are FLASH_ATTN_MLA, CUSTOM and TRITON_MLA. Each backend has an
@@ -19,6 +19,7 @@ per second, `value`, its quartiles, and `ratio`, of the first backend's time to 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import multiprocessing as mp
 import os
@@ -177,16 +178,16 @@ class Engine:
         import io
         import pstats
 
-        prompts = ask.prompts()
         self.time(ask)
+        fresh = [replace(ask, seed=seed).prompts() for seed in (900, 901)]  # prompts that are not cached
         kinds = torch.profiler.ProfilerActivity
         with torch.profiler.profile(activities=[kinds.CUDA]) as seen:
-            self.seconds(prompts, ask.tokens)
+            self.seconds(fresh[0], ask.tokens)
         rows = sorted(seen.key_averages(), key=lambda x: -x.device_time_total)
         lines = [f"GPU: {sum(x.device_time_total for x in rows) / 1e3:.2f} ms"]
         lines += [f"  {x.device_time_total / 1e3:8.3f} ms {x.count:5d}  {x.key[:90]}" for x in rows[:14]]
         host, text = cProfile.Profile(), io.StringIO()
-        host.runcall(self.seconds, prompts, ask.tokens)
+        host.runcall(self.seconds, fresh[1], ask.tokens)
         pstats.Stats(host, stream=text).sort_stats("tottime").print_stats(14)
         return "\n".join([*lines, *(x[:120] for x in text.getvalue().splitlines() if x.strip())])
 
@@ -241,7 +242,8 @@ class Child:
         return self.answer(until)
 
     def tail(self, lines: int = 25) -> str:
-        return "\n".join(x[:200] for x in self.log.read_text(errors="replace").splitlines()[-lines:])
+        told = self.log.read_text(errors="replace") if self.log.exists() else "not begun"
+        return "\n".join(x[:200] for x in told.splitlines()[-lines:])
 
     def end(self) -> None:
         self.process.kill()
@@ -264,6 +266,7 @@ class Session:
         row = {"engine": f"vllm {metadata.version('vllm')}", "model": given.model, "layers": layers}
         row |= {"of": models.WHOLE.get(given.model)}
         row |= {"mode": given.mode, "cache": given.cache, "backend": backend, "work": work} | found
+        row |= {"arguments": given.engine} if given.engine else {}
         print(" ".join(f"{k}={v}" for k, v in row.items() if k not in ("engine", "of")), flush=True)
         self.run.append(given.out, row)
 
@@ -364,17 +367,22 @@ def main() -> None:
     words.add_argument("--seconds", type=float, default=280)
     words.add_argument("--profile", type=listed, default="")
     words.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM")
+    words.add_argument("--lock", type=partial(open, mode="w"), help="a file: those that name it start, then take turns")
     words.add_argument("--out", type=Path)
     words.add_argument("--logs", type=Path, help="where the logs of the engines are left")
     words.add_argument("--commit")
     given = words.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        if given.lock is not None:
+            fcntl.flock(given.lock, fcntl.LOCK_SH)
         session = Session(given, Path(folder))
         models.save(given.model, given.layers, Path(folder) / "model", session.device)
         if session.device == "cuda":
             torch.cuda.empty_cache()
         try:
             session.start()
+            if given.lock is not None:
+                fcntl.flock(given.lock, fcntl.LOCK_EX)  # when all have started
             if "check" in given.work:
                 session.check()
             for ask in _asked(given.work):
