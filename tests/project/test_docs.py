@@ -78,7 +78,7 @@ def modules() -> Iterator[str]:
     yield from ("saccade", "saccade.nn", "saccade.distributed", "saccade.testing")
     for package in (saccade.compat, saccade.integrations):
         for module in walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith((".backend", ".mla")):  # which import a serving engine
+            if not module.name.endswith((".backend", "mla")):  # which import a serving engine
                 yield module.name
 
 

@@ -11,12 +11,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from saccade.integrations.engine_layers import release
+from saccade.integrations.vllm import TESTED
+
 INSTALLED = find_spec("vllm") is not None
 OURS, LATENTS = "saccade.integrations.vllm.backend", "saccade.integrations.vllm.mla"
+LISTS = "saccade.integrations.vllm.sparse_mla"
 PREFILL = "vllm.v1.attention.backends.mla.prefill"
 STUBBED = (
     "vllm.config", "vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", f"{PREFILL}.base",
     f"{PREFILL}.registry", "vllm.model_executor.layers.attention.mla_attention",
+    "vllm.model_executor.layers.attention.sparse_mla_attention", "vllm.v1.attention.backends.mla.sparse_utils",
 )  # fmt: skip
 
 
@@ -33,7 +38,7 @@ def vllm(request):
         return
     stub, envs = ModuleType("vllm.v1.attention.backend"), ModuleType("vllm.envs")
     vars(envs)["VLLM_BATCH_INVARIANT"] = False
-    for name in (OURS, LATENTS):
+    for name in (OURS, LATENTS, LISTS):
         sys.modules.pop(name, None)  # an empty one, where pytest looked for examples in it and could not import it
     with pytest.MonkeyPatch.context() as patch:
         for name in STUBBED:
@@ -46,8 +51,18 @@ def vllm(request):
         path = Path(__file__).parent / "vllm_stub.py"
         exec(compile(path.read_text(), path, "exec"), vars(stub))
         yield SimpleNamespace(ours=import_module(OURS), latents=import_module(LATENTS), theirs=stub, registry=stub)
-    for name in (OURS, LATENTS):
+    for name in (OURS, LATENTS, LISTS):
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def lists(vllm):
+    """The module of latent attention over listed keys, whose classes another release of vLLM has otherwise."""
+    if INSTALLED and release("vllm") not in TESTED:
+        with pytest.raises(ImportError, match="choose another attention backend"):
+            import_module(LISTS)
+        pytest.skip(f"vLLM {release('vllm')} is refused, as it should be")
+    return import_module(LISTS)
 
 
 class Layer:

@@ -108,7 +108,7 @@ def test_which_shapes_run(vllm):
 def test_the_name_stands_for_latents_where_the_model_has_them(vllm, monkeypatch):
     config = sys.modules["vllm.config"]
     for use_mla, wanted in ((False, vllm.ours.VLLMBackend), (True, vllm.latents.MLABackend)):
-        current = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
+        current = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla, hf_text_config=None))
         monkeypatch.setattr(config, "get_current_vllm_config_or_none", lambda current=current: current)
         assert integration.Backend is wanted
         assert wanted.get_name() == "CUSTOM"

@@ -20,6 +20,8 @@ class AttentionCGSupport(enum.Enum):
 
 
 class AttentionBackend:
+    supported_kv_cache_dtypes = ()
+
     @staticmethod
     def get_name(): ...
 
@@ -170,6 +172,32 @@ class MLACommonImpl:
     def do_kv_cache_update(
         self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
     ): ...
+
+
+class SparseMLACommonMetadata(AttentionMetadata): ...
+
+
+class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder):
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+    ):
+        self.reorder_batch_threshold = reorder_batch_threshold
+
+
+class SparseMLACommonImpl:
+    def __init__(self, **words): ...
+
+    def _forward_mqa_kernel(self, q, kv_cache, topk_indices, valid_counts, *, layer, block_size, is_decode): ...
+
+
+def align_blocks_to_rows(spec, rows=1): ...
+
+
+def flat_kv_row_view(kv_cache, block_size):
+    """All rows of memory from the first page's first row to the last page's last one, and rows from page to page."""
+    apart = kv_cache.stride(0) // kv_cache.shape[-1]
+    rows = (len(kv_cache) - 1) * apart + block_size, kv_cache.shape[-1]
+    return kv_cache.as_strided(rows, (rows[1], 1)), apart
 
 
 class MLAPrefillBackend:

@@ -23,7 +23,8 @@ __all__ = ["BACKEND", "TESTED", "plugin", "register"]
 TESTED = ("0.33.0",)
 """Releases of vLLM that the tests ran with."""
 BACKEND = "saccade.integrations.vllm.Backend"
-"""The class that vLLM finds under this name is `backend.VLLMBackend`, or `mla.MLABackend` for a model of latents."""
+"""The class that vLLM finds under this name is `backend.VLLMBackend`; for a model of latents `mla.MLABackend`, or
+`sparse_mla.SparseMLABackend` if the model has an indexer."""
 PREFILL = "saccade.integrations.vllm.mla.MLAPrefill"
 _log = logging.getLogger(__name__)
 
@@ -49,9 +50,12 @@ def __getattr__(name: str) -> Any:
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     config = import_module("vllm.config").get_current_vllm_config_or_none()
-    if config is not None and config.model_config is not None and config.model_config.use_mla:
-        return import_module("saccade.integrations.vllm.mla").MLABackend
-    return import_module("saccade.integrations.vllm.backend").VLLMBackend
+    model = None if config is None else config.model_config
+    if model is None or not model.use_mla:
+        return import_module("saccade.integrations.vllm.backend").VLLMBackend
+    if hasattr(model.hf_text_config, "index_topk"):
+        return import_module("saccade.integrations.vllm.sparse_mla").SparseMLABackend
+    return import_module("saccade.integrations.vllm.mla").MLABackend
 
 
 def plugin() -> None:

@@ -35,7 +35,7 @@ VALUES = 512
 
 class MLABackend(_mla.MLACommonBackend):
     """Latent rows of 512 values and up to 64 more columns, in pages of any size, in the model's dtype. Not: FP8 caches,
-    lists of keys, windows, context parallelism."""
+    windows, context parallelism."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -106,9 +106,7 @@ class MLALayer(_mla.MLACommonImpl):
     def __init__(self, **words: Any) -> None:
         super().__init__(**words)
         self.supports_quant_query_input = False
-        changed = ("alibi_slopes", "sliding_window", "logits_soft_cap")
-        if given := [name for name in changed if words.get(name) is not None]:
-            raise Unsupported(f"saccade's MLA backend of vLLM takes no {', '.join(given)}: choose another one")
+        refuse_changes(words)
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -151,6 +149,16 @@ class MLALayer(_mla.MLACommonImpl):
             latents.to(keys.dtype),
             slot_mapping=slots,
         )
+
+
+def refuse_changes(words: dict[str, Any]) -> None:
+    """
+    Raises:
+        Unsupported: a layer with slopes, a window or a soft cap.
+    """
+    changed = ("alibi_slopes", "sliding_window", "logits_soft_cap")
+    if given := [name for name in changed if words.get(name) is not None]:
+        raise Unsupported(f"saccade's MLA backend of vLLM takes no {', '.join(given)}: choose another one")
 
 
 class MLAPrefill(_prefill.MLAPrefillBackend):
