@@ -13,7 +13,8 @@ layers and a smaller vocabulary than the published one.
 Rows: `start` has seconds and memory; `check` has the mean distances of log-probabilities from those of float32, of
 tokens of a prompt and of tokens that the engine chose, over a cold and over a cached prompt; all other rows have tokens
 per second, `value`, its quartiles, and `ratio`, of the first backend's time to this one's: above 1 is faster;
-`ratio_q1` and `ratio_q3` are quartiles of the ratios of single rounds.
+`ratio_q1` and `ratio_q3` are quartiles of the ratios of single rounds. `kernels-…` has the GPU's milliseconds in a
+profile of one piece of work, on which a busy host has no influence.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ class Engine:
                 found.append((kind, [5, *prompt, *chosen], len(prompt) + 1, told))
         return found
 
-    def profile(self, ask: Ask) -> str:
-        """What the GPU does, the longest first, and where the host's time goes."""
+    def profile(self, ask: Ask) -> tuple[float, str]:
+        """Milliseconds of the GPU; what it does, the longest first, and where the host's time goes."""
         import cProfile
         import io
         import pstats
@@ -184,12 +185,13 @@ class Engine:
         with torch.profiler.profile(activities=[kinds.CUDA]) as seen:
             self.seconds(fresh[0], ask.tokens)
         rows = sorted(seen.key_averages(), key=lambda x: -x.device_time_total)
-        lines = [f"GPU: {sum(x.device_time_total for x in rows) / 1e3:.2f} ms"]
+        total = sum(x.device_time_total for x in rows) / 1e3
+        lines = [f"GPU: {total:.2f} ms"]
         lines += [f"  {x.device_time_total / 1e3:8.3f} ms {x.count:5d}  {x.key[:90]}" for x in rows[:14]]
         host, text = cProfile.Profile(), io.StringIO()
         host.runcall(self.seconds, fresh[1], ask.tokens)
         pstats.Stats(host, stream=text).sort_stats("tottime").print_stats(14)
-        return "\n".join([*lines, *(x[:120] for x in text.getvalue().splitlines() if x.strip())])
+        return total, "\n".join([*lines, *(x[:120] for x in text.getvalue().splitlines() if x.strip())])
 
 
 def _child(pipe: Any, log: str, cache_root: str, make: Callable[[], Any]) -> None:
@@ -339,9 +341,13 @@ class Session:
             self.lose(backend, problem)
 
     def profile(self, ask: Ask) -> None:
+        base = 0.0
         for backend, engine in self.engines.items():
             try:
-                print(f"{backend} {ask.name}\n{engine.ask(self.until, 'profile', ask)}", flush=True)
+                ms, told = engine.ask(self.until, "profile", ask)
+                base = base or ms
+                print(f"{backend} {ask.name}\n{told}", flush=True)
+                self.emit(backend, f"kernels-{ask.name}", ms=round(ms, 3), ratio=round(base / ms, 4))
             except (RuntimeError, TimeoutError) as problem:
                 print(f"no profile: {problem}", flush=True)
 
