@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,17 +20,17 @@ from saccade.masks import Blocked, Extent, Mask, MaskMod, Positions
 from saccade.scores import Sizes
 
 
-def empty_like_rows(x: Tensor, d: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_like_rows(
+    x: Tensor, d: int, dtype: torch.dtype | None = None, empty_strided: Callable[..., Tensor] = torch.empty_strided
+) -> Tensor:
     """An uninitialised dense tensor of x's shape with last dimension `d`, in x's memory order, of x's or another dtype.
 
     A transposed view gives a transposed view, as in torch's attention.
     """
-    shape, dtype = [*x.shape[:-1], d], dtype or x.dtype
-    if x.is_contiguous():
-        return torch.empty(shape, dtype=dtype, device=x.device)
-    order = _memory_order(x)
-    out = torch.empty([shape[dim] for dim in order], dtype=dtype, device=x.device)
-    return out.permute([order.index(dim) for dim in range(x.dim())])
+    shape, steps, step = [*x.shape[:-1], d], [1] * x.dim(), 1
+    for dim in reversed(range(x.dim()) if x.is_contiguous() else _memory_order(x)):
+        steps[dim], step = step, step * shape[dim]
+    return empty_strided(tuple(shape), tuple(steps), dtype=dtype or x.dtype, device=x.device)
 
 
 def _memory_order(x: Tensor) -> list[int]:

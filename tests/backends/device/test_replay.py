@@ -268,6 +268,26 @@ def test_allocations_views_and_launches_are_recorded(
     assert space not in (0, x, y, result)
 
 
+@pytest.mark.parametrize("device", [SimpleNamespace(index=0), torch.device("cpu")], ids=str)
+def test_results_past_the_dispatcher(device: Any, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the current device the mode does not see them, and the recorder is told."""
+
+    def on_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            return torch.empty_strided(shape, strides, dtype=dtype)
+
+    def work(x: Tensor, y: Tensor) -> list[Tensor]:
+        out = replay.empty_strided((2, 3), (1, 2), dtype=torch.float32, device=device)
+        launch(None, (x, y, out, out, 3))
+        return [out]
+
+    monkeypatch.setattr(replay, "_on_cuda", on_cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    repeat = recorded(work, torch.zeros(8), torch.zeros(8))
+    (result,) = repeat.results
+    assert (result.shape, result.strides) == ((2, 3), (1, 2))
+
+
 def test_whatever_else_a_call_does_is_not_repeated(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     def launched(x: Tensor, y: Tensor, out: Tensor | None = None) -> list[Tensor]:
         out = torch.empty(8, 8) if out is None else out

@@ -119,6 +119,17 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, 
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
+def empty_strided(
+    shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """`torch.empty_strided`. A LaunchRecorder is told of it, as its mode would cost more than all else here."""
+    recorder, index = current(), device.index
+    if recorder is None or _on_cuda is None or index is None or index != torch._C._cuda_getDevice():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    recorder.allocated.append(made := _on_cuda(shape, strides, dtype))
+    return made
+
+
 def hooked() -> bool:
     """Whether a hook, such as a profiler's, listens to launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook

@@ -19,6 +19,7 @@ from saccade.backends.device.gradients import padded
 from saccade.backends.device.launch import cached_launch, multiprocessors, on_device, per_row, without_scores
 from saccade.backends.device.merge_kernel import merge_launch
 from saccade.backends.device.records import PackedRowsArgs, TensorArgs
+from saccade.backends.device.replay import empty_strided
 from saccade.backends.hopper.captured_tile import CapturedTile, captured_tile
 from saccade.backends.hopper.forward import load, transpose, work_item
 from saccade.backends.hopper.forward.config import (
@@ -191,7 +192,7 @@ def _destination(call: Call) -> Tensor:
     """Memory for the result: the caller's if TMA can write to it, else new."""
     if call.out is not None and call.out.dtype == call.out_dtype and aligned(call.out):
         return call.out
-    return empty_like_rows(call.q, call.v.shape[3], call.out_dtype)
+    return empty_like_rows(call.q, call.v.shape[3], call.out_dtype, empty_strided)
 
 
 def mask_args(call: Call, launches: Launches, config: ForwardConfig) -> masks.DeviceMask:
