@@ -34,7 +34,8 @@ from saccade.backends.device import slot_lists
 from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
 from saccade.backends.hopper.forward import config
-from saccade.backends.hopper.latent import limits
+from saccade.backends.hopper.latent import launch, limits
+from saccade.backends.hopper.latent.launch import empty_schedule
 from saccade.testing import check
 from saccade.testing.cases import SMALL, Case
 from tests.emulator import emulated
@@ -84,6 +85,33 @@ def test_seeds(name: str, seed: int) -> None:
 @pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
 def test_latent(case: Case) -> None:
     right(case, 0)
+
+
+@pytest.mark.parametrize(
+    ("processors", "tiles", "wanted"),
+    [
+        (11, [3, 3, 3, 3, 3], [0, 2, 4, 6, 8, 10]),  # two lines each
+        (8, [5, 1, 2, 4], [0, 3, 4, 5, 7]),  # one line or two, of three tiles and more
+        (2, [3, 3, 2, 3], [0, 0.5, 1, 1.5, 2]),  # two in each line
+        (3, [1, 9, 1, 1], [0, 0.25, 2.5, 2.75, 3]),  # as they come
+    ],
+    ids=str,
+)
+def test_lines_end_with_latent_sequences(
+    processors: int, tiles: list[int], wanted: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wanted`: the line, and the place in it, where each sequence begins."""
+    made = []
+    monkeypatch.setattr(launch, "empty_schedule", lambda *given: made.append(empty_schedule(*given)) or made[-1])
+    q, pages = torch.randn(len(tiles), 1, 17, 576).bfloat16(), torch.randn(sum(tiles), 64, 1, 576).bfloat16()
+    table = torch.full((len(tiles), max(tiles)), -1)
+    table[torch.arange(max(tiles)) < torch.tensor(tiles)[:, None]] = torch.randperm(sum(tiles))
+    layout = Paged(table.int(), (torch.tensor(tiles) * 64 - torch.arange(len(tiles))).int())
+    with emulated(processors=processors):
+        check(q, pages, pages[..., :512], backend="gluon", layout=layout).assert_ok()
+    schedule = made[0]
+    assert schedule.tiles.tolist() == tiles
+    assert (schedule.starts / schedule.lines_first[-1]).tolist() == wanted
 
 
 def test_lists_of_latent_keys() -> None:

@@ -121,8 +121,9 @@ def pages_of(call: Call, lists: SlotLists | None) -> load.Pages | None:
 
 def empty_schedule(call: Call, cut: Cut) -> Schedule:
     b = cut.sequences
-    pointers = torch.empty(2 * b + 2 + cut.lines, dtype=torch.int32, device=call.q.device)
-    return Schedule(pointers, pointers[b + 1 :], pointers[2 * b + 1 :], runtime_int(b), runtime_int(cut.lines))
+    pointers = torch.empty(3 * b + 2 + cut.lines, dtype=torch.int32, device=call.q.device)
+    starts, firsts, tiles, lines_first = pointers.split([b + 1, b, b, cut.lines + 1])
+    return Schedule(starts, firsts, tiles, lines_first, runtime_int(b), runtime_int(cut.lines))
 
 
 def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -134,7 +135,8 @@ def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def scheduling(launches: Launches, cut: Cut) -> Launch:
-    constants = BLOCK_K, max(32, 1 << (cut.lines - 1).bit_length())
+    powers = (1 << (n - 1).bit_length() for n in (cut.lines, cut.sequences))
+    constants = BLOCK_K, *(min(max(32, n), 1024) for n in powers)
     return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), constants))
 
 

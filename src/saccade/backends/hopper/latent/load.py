@@ -126,6 +126,7 @@ class Seesaw:
 # Which keys of which sequence a program of the latent kernel takes, from lengths that only the device knows.
 #
 # The tiles of keys of all sequences, one sequence after the other, are a row that is cut in lines of equal length.
+# Where it costs little, places behind a sequence are left free, so that lines end with sequences.
 # Each line is worked on by one program for each tile of query rows, so that programs side by side read the same keys.
 # A part is what a line and a sequence have in common, unless it is all of the sequence: the first of a line, or its
 # last one, which begins inside of it. Every sequence has a tile at least, so that the next one follows it in the row.
@@ -137,9 +138,11 @@ class Schedule(NamedTuple):
     """Where the key tiles of each sequence are, if the tiles of all sequences stand in one row."""
 
     starts: Any
-    """int32 (sequences + 1): how many tiles there are before each sequence"""
+    """int32 (sequences + 1): places before each sequence, as many as tiles, and those that are left free"""
     firsts: Any
     """int32 (sequences): the number of its first tile"""
+    tiles: Any
+    """int32 (sequences): how many it has"""
     lines_first: Any
     """int32 (lines + 1): which sequence has the first tile of each line that has some, then their tiles"""
     sequences: Any
@@ -151,8 +154,6 @@ LEAST_TILES = tl.constexpr(2)
 """Tiles of a line at least: fewer are not worth a merge."""
 MERGE = tl.constexpr(4)
 """Tiles that take as long as a merge, about."""
-AT_ONCE = tl.constexpr(1024)
-"""Sequences that the schedule's one program looks at together."""
 
 
 @triton.jit
@@ -162,20 +163,34 @@ def length_of_line(schedule):
 
 
 @triton.jit
-def _length(total, longest, count, lines):
-    """Tiles of each line: such that lines end with sequences, or equal parts of them, if all are equally long and that
-    costs less than merges."""
+def _cut(schedule, total, longest, count, lines, AT_ONCE: tl.constexpr):
+    """Returns the tiles of each line, and of what the places of a sequence are a multiple, 1 if of none.
+
+    A line that ends with its sequences has one part of each, and no query is loaded twice. So lines have some sequences
+    whole, or a part of one, where that costs less than merges.
+    """
     exact = tl.maximum(tl.cdiv(total, lines), LEAST_TILES)
-    parts = tl.maximum(longest // exact, 1)
-    even = tl.where(exact > longest, tl.cdiv(exact, longest) * longest, tl.cdiv(longest, parts))
-    fits = (total == count * longest) & (even <= exact + MERGE) & ((exact > longest) | (longest % parts == 0))
-    return tl.where(fits, even, exact)
+    several = tl.cdiv(count, lines) * longest
+    # [8]: lengths of lines of one part each, and how many lines it takes
+    lengths = exact + tl.arange(0, 8)
+    needed = lengths * 0
+    for at in range(0, count, AT_ONCE):
+        i = at + tl.arange(0, AT_ONCE)
+        tiles = tl.load(schedule.tiles + i, mask=i < count, other=0)
+        needed += tl.sum(tl.cdiv(tiles[:, None], lengths[None, :]), 0)
+    single = tl.min(tl.where(needed <= lines, lengths, 1 << 30), 0)
+    length = tl.where(exact >= longest, several, single)
+    fits = length <= exact + MERGE
+    unit = tl.where(exact >= longest, longest, single)
+    return tl.where(fits, length, exact), tl.where(fits, unit, 1)
 
 
 @triton.jit(do_not_specialize=["s_q", "s_k"])
-def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr, LINES: tl.constexpr):
+def schedule_kernel(
+    schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.constexpr, LINES: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
     """Writes the schedule: of each sequence the tiles that some row sees, by the bounds of its first and last row, or
-    one. LINES: a power of two, not below the lines."""
+    one. LINES: a power of two, not below the lines; AT_ONCE: sequences that are looked at together."""
     count = plain_int(schedule.sequences)
     total = count * 0
     longest = count * 0
@@ -198,13 +213,20 @@ def schedule_kernel(schedule, used_q, used_k, mask, s_q, s_k, BLOCK_K: tl.conste
         some = (hi > lo) & (rows > 0)
         first = tl.where(some, lo // BLOCK_K, 0)
         tiles = tl.where(i < count, tl.where(some, tl.cdiv(hi, BLOCK_K) - first, 1), 0)
-        ends = total + tl.cumsum(tiles, 0)
         tl.store(schedule.firsts + i, first, mask=i < count)
-        tl.store(schedule.starts + 1 + i, ends, mask=i < count)
+        tl.store(schedule.tiles + i, tiles, mask=i < count)
         total += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tiles, 0))
     lines = plain_int(schedule.lines)
-    length = _length(total, longest, count, lines)
+    tl.debug_barrier()  # other threads wrote some of what is read now
+    length, unit = _cut(schedule, total, longest, count, lines, AT_ONCE)
+    total = count * 0
+    for at in range(0, count, AT_ONCE):
+        i = at + tl.arange(0, AT_ONCE)
+        tiles = tl.load(schedule.tiles + i, mask=i < count, other=0)
+        places = tl.cdiv(tiles, unit) * unit
+        tl.store(schedule.starts + 1 + i, total + tl.cumsum(places, 0), mask=i < count)
+        total += tl.sum(places, 0)
     tl.store(schedule.starts, 0)
     tl.store(schedule.lines_first + lines, length)
     tl.debug_barrier()  # other threads wrote some of what is read now
@@ -254,7 +276,7 @@ def merge_kernel(
             return
         b = tl.load(schedule.lines_first + line)
     start = tl.load(schedule.starts + b)
-    end = tl.load(schedule.starts + b + 1)
+    end = start + tl.load(schedule.tiles + b)
     first = start // length
     if BY_LINE and (first + 1 != line) | (start == line * length):  # another line's, or none begins inside
         return
@@ -370,9 +392,10 @@ def row_of(args, number, row):
 
 @gluon.jit
 def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
-    """Writes the numbers of the part that begins at `tile`. Returns its first tile, how many there are, and keys."""
+    """Writes the numbers of the part that begins at `tile`. Returns its first tile, how many there are, keys, and where
+    the next part begins."""
     start = gl.load(args.schedule.starts + number)
-    end = gl.load(args.schedule.starts + number + 1)
+    end = start + gl.load(args.schedule.tiles + number)
     first = gl.load(args.schedule.firsts + number) + tile - start
     tiles = gl.minimum(end, stop) - tile
     b, row = row_of(args, number, rows.row)
@@ -392,7 +415,7 @@ def open_part(args, pipe, rows, number, tile, begin, stop, drawn):
     pipe.queries.put(at, ROWS_USED, used)
     pipe.queries.put(at, KEYS, keys)
     pipe.queries.put(at, WHOLE, ((tile == start) & (end <= stop)).to(gl.int32))
-    return first, tiles, keys
+    return first, tiles, keys, gl.load(args.schedule.starts + number + 1)
 
 
 @gluon.jit
@@ -512,7 +535,7 @@ def load(args, pipe):
     drawn = n
     tails = n
     while tile < stop:
-        first, tiles, keys = open_part(args, pipe, rows, number, tile, begin, stop, drawn)
+        first, tiles, keys, tile = open_part(args, pipe, rows, number, tile, begin, stop, drawn)
         begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
         page = numbers_of(args, number, first * 64, keys)
         for j in range(tiles):
@@ -525,7 +548,6 @@ def load(args, pipe):
             if j == begun:
                 load_queries(args, pipe, rows, number, drawn)
         drawn += 1
-        tile += tiles
         number += 1
     pipe.queries.put(pipe.queries.record_of(drawn), SEQUENCE, -1)
     pipe.queries.claim(drawn)
