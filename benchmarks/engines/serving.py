@@ -261,6 +261,7 @@ class Session:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.run = Run.now(torch.device(self.device), given.commit)
         self.engines: dict[str, Child] = {}
+        self.exact: Child | None = None
 
     def emit(self, backend: str, work: str, **found: Any) -> None:
         given = self.given
@@ -286,16 +287,31 @@ class Session:
             except (RuntimeError, TimeoutError) as problem:
                 self.lose(backend, problem)
 
+    def turn(self) -> None:
+        """Waits, where a lock is given, until all others have started and none of them works."""
+        if "check" in self.given.work:
+            device = self.given.exact or self.device
+            self.exact = Child("float32", self.folder, partial(models.Exact, self.folder / "model", device))
+            try:
+                self.exact.answer(self.until)
+            except (RuntimeError, TimeoutError) as problem:
+                print(f"no float32: {problem}", flush=True)
+        while self.given.lock is not None and time.monotonic() < self.until - 60:  # which one's work takes
+            try:
+                fcntl.flock(self.given.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.1)
+
     def lose(self, backend: str, problem: Exception) -> None:
         self.emit(backend, "failed", reason=str(problem))
         self.engines.pop(backend).end()
 
     def check(self) -> None:
         """Distances from float32, and those of the first backend as the measure of the others'."""
-        device = self.given.exact or self.device
-        exact = Child("float32", self.folder, partial(models.Exact, self.folder / "model", device))
+        exact = self.exact
+        assert exact is not None
         try:
-            exact.answer(self.until)
             base: dict[str, float] = {}
             for backend, engine in self.engines.items():
                 apart: dict[str, list[float]] = {}
@@ -387,8 +403,7 @@ def main() -> None:
             torch.cuda.empty_cache()
         try:
             session.start()
-            if given.lock is not None:
-                fcntl.flock(given.lock, fcntl.LOCK_EX)  # when all have started
+            session.turn()
             if "check" in given.work:
                 session.check()
             for ask in _asked(given.work):
@@ -397,7 +412,7 @@ def main() -> None:
             for ask in _asked(given.profile):
                 session.profile(ask)
         finally:
-            for engine in session.engines.values():
+            for engine in [*session.engines.values(), *filter(None, [session.exact])]:
                 engine.end()
             if given.logs is not None:
                 shutil.copytree(folder, given.logs, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model"))
