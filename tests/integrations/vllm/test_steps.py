@@ -198,6 +198,39 @@ def test_8_bit_caches(word, scale, vllm, device, requests_of, layer_of):
         assert found.any()
 
 
+def test_8_bit_queries(device, requests_of, layer_of):
+    """As vLLM rounds them, by the layer's scale."""
+    requests = requests_of(3, 16, device, torch.bfloat16)
+    layer = layer_of(requests, kv_cache_dtype="fp8")
+    layer.cache = torch.full_like(layer.cache, 0x7F, dtype=torch.uint8)
+    scales = [torch.tensor(x, device=device) for x in (0.03, 0.02, 0.04)]
+    scales = SimpleNamespace(**dict(zip(("_q_scale", "_k_scale", "_v_scale"), scales, strict=True)))
+    for lengths in ([40, 0, 7], [1, 20, 1]):
+        step = requests.step(lengths, padding=2)
+        layer.impl.do_kv_cache_update(scales, step.k_new, step.v_new, layer.cache, step.slots)
+        query = (step.q / scales._q_scale).to(torch.float8_e4m3fn)
+        rounded = (query.float() * scales._q_scale).to(step.q)
+        found, wanted = (torch.zeros(len(step.q), 4, 32, device=device).to(step.q) for _ in range(2))
+        metadata = layer.metadata(step)
+        layer.impl.forward(scales, query, None, None, layer.cache, metadata, found)
+        layer.impl.forward(scales, rounded, None, None, layer.cache, metadata, wanted)
+        torch.testing.assert_close(found, wanted, atol=5e-2, rtol=5e-2)
+        assert found.any()
+
+
+@pytest.mark.parametrize(
+    ("word", "gpu", "dtype", "rounds"),
+    [
+        ("fp8", "sm90", torch.bfloat16, True), ("fp8", "sm90", torch.float32, False),
+        ("fp8_e5m2", "sm90", torch.bfloat16, False), ("fp8", "sm80", torch.bfloat16, False),
+    ],
+)  # fmt: skip
+def test_where_vllm_rounds_queries(word, gpu, dtype, rounds, vllm, monkeypatch, requests_of, layer_of):
+    monkeypatch.setattr(vllm.ours.hardware, "name", lambda _: gpu)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: dtype)  # the model's, while vLLM builds its layers
+    assert layer_of(requests_of(1, 16, "cpu"), kv_cache_dtype=word).impl.supports_quant_query_input is rounds
+
+
 @pytest.mark.parametrize("word", ["nvfp4", "fp8_per_token_head"])
 def test_caches_of_other_dtypes_are_refused(word, vllm, requests_of, layer_of):
     assert not vllm.ours.VLLMBackend.supports_kv_cache_dtype(word)

@@ -18,6 +18,7 @@ from saccade.integrations.vllm import TESTED
 from saccade.layouts import Paged
 from saccade.ops import dispatch
 from saccade.ops.kv_cache import append_kv
+from saccade.util import hardware
 from saccade.util.arguments import Unsupported
 
 _vllm = import_module("vllm.v1.attention.backend")
@@ -31,8 +32,8 @@ CACHE_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""vLLM's words for what a cache holds. Queries have a 16-bit cache's dtype. Beside 8 bits they have the model's, and
-the layer has the scales `_k_scale` and `_v_scale`."""
+"""vLLM's words for what a cache holds. Queries have a 16-bit cache's dtype. Beside 8 bits the layer has the scales
+`_q_scale`, `_k_scale` and `_v_scale`, and queries have the model's dtype, or 8 bits where vLLM rounds them."""
 ALIGNMENT = 8
 """Elements that fill 16 bytes: values begin behind their key's head dim, and rows are read by 16 bytes."""
 
@@ -217,6 +218,9 @@ class VLLMLayer(_vllm.AttentionImpl):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         cached = CACHE_DTYPES[kv_cache_dtype]
         self.eight_bits = cached if cached in EIGHT_BITS else None
+        # As for its FlashAttention-3, vLLM rounds queries to e4m3 then: Hopper's kernels for prompts take 8 bits alone.
+        hopper = hardware.name(torch.get_default_device()) == "sm90" and torch.get_default_dtype().itemsize == 2
+        self.supports_quant_query_input = hopper and cached is torch.float8_e4m3fn
         self.sliding_window = None if sliding_window is None else sliding_window - 1
         floats = {"dtype": torch.float32, "device": torch.get_default_device()}
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, **floats)
@@ -246,8 +250,8 @@ class VLLMLayer(_vllm.AttentionImpl):
         """Writes the requests' rows to `output`, (tokens, h_q, d_v), and no others.
 
         Args:
-            layer: its `_k_scale` and `_v_scale` are what the bytes of an FP8 cache are to be multiplied by; float32
-                tensors, one number or one for each key head.
+            layer: its `_k_scale` and `_v_scale` are what the bytes of an FP8 cache are to be multiplied by, and
+                `_q_scale` those of 8-bit queries; float32 tensors, one number or one for each key head.
             query: (tokens, h_q, d); the batch's rows, then padding.
             key: not read, as is value: they are in the cache.
             kv_cache: (pages, h_k, page_size, d + d_v), any strides, uint8 for FP8; empty while vLLM measures memory.
