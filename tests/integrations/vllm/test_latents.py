@@ -68,6 +68,36 @@ def test_decoding_and_drafts(d, d_v, rows, vllm, layer, device, requests_of):
             step.assert_right(run, mask=causal(), scale=SCALE)
 
 
+@pytest.mark.parametrize("lengths", [(1, 1, 5), (4, 1, 4), (1, 30, 2), (2, 2, 0)])
+def test_what_is_left_of_prompts(lengths, vllm, layer, device, requests_of):
+    """Requests of several numbers of tokens: the first that have equally many, and the others."""
+    layer.kv_lora_rank = 32
+    requests = requests_of(3, 16, device, q=16, k=1, d=48, d_v=32)
+    requests.v = requests.k[..., :32]
+    cache = torch.full((requests.pages, 16, 48), torch.nan, device=device, dtype=requests.dtype)
+    for counts in ((40, 7, 90), lengths):
+        step = requests.step(list(counts))
+        latents, rotated = step.v_new[:, 0], step.k_new[..., 32:]
+        layer.do_kv_cache_update(latents, rotated, cache, step.slots, "auto", torch.ones(()))
+    common = metadata(vllm, step)
+    assert (common.decode.rest is None) == (lengths == (2, 2, 0))
+    if common.decode.rest is None:  # as a graph's padding has tokens
+        return
+
+    def run(q, out):
+        return out.copy_(layer.forward_mqa((q[..., :32], q[..., 32:]), cache, common, None)[0])
+
+    with torch.inference_mode():
+        step.assert_right(run, mask=causal(), scale=SCALE)
+
+
+def test_rows_of_a_batch_that_is_invariant_go_one_way(vllm, monkeypatch):
+    monkeypatch.setattr(vllm.latents._mla.MLACommonMetadataBuilder, "__init__", lambda self, *_, **__: None)
+    for invariant, most in ((False, vllm.latents.MOST_ROWS), (True, 1)):
+        monkeypatch.setattr(vllm.latents._envs, "VLLM_BATCH_INVARIANT", invariant, raising=False)
+        assert vllm.latents.MLAMetadataBuilder().reorder_batch_threshold == most
+
+
 def test_prompts_and_context(vllm, device):
     prefill = object.__new__(vllm.latents.MLAPrefill)
     prefill.scale = SCALE

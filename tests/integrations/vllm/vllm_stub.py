@@ -140,6 +140,7 @@ def get_current_vllm_config_or_none(): ...
 
 class QueryLenSupport(enum.Enum):
     UNIFORM = "uniform"
+    VARLEN = "varlen"
 
 
 class MLACommonBackend(AttentionBackend): ...
