@@ -98,6 +98,20 @@ def test_rows_of_a_batch_that_is_invariant_go_one_way(vllm, monkeypatch):
         assert vllm.latents.MLAMetadataBuilder().reorder_batch_threshold == most
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("start", [0, 128, 3])
+def test_parts_of_queries(start, dtype, vllm, device):
+    """Bit by bit, also of views of wider rows, at any place."""
+    wide = random((5, 4, 200), dtype, device)
+    wide[1, 2, start + 1] = torch.nan
+    parts = random((5, 4, 512), dtype, device, seed=1), wide[..., start : start + 64]
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    found = vllm.latents.joined(parts)
+    assert found.dtype == dtype
+    assert torch.equal(found.view(bits), torch.cat(parts, -1).view(bits))
+    assert vllm.latents.joined(found) is found
+
+
 def test_prompts_and_context(vllm, device):
     prefill = object.__new__(vllm.latents.MLAPrefill)
     prefill.scale = SCALE

@@ -137,7 +137,7 @@ class MLALayer(_mla.MLACommonImpl):
     ) -> tuple[Tensor, None]:
         """(tokens, h_q, values), of queries (tokens, h_q, d) or their two parts over a cache (pages, page_size, d)."""
         first, rest = attn_metadata.decode.layout, attn_metadata.decode.rest
-        whole = torch.cat(q, -1) if isinstance(q, tuple) else q
+        whole = joined(q)
         keys = kv_c_and_k_pe_cache[:, :, None]
         cache = keys, keys[..., : self.kv_lora_rank]
         words: dict[str, Any] = {"mask": causal(), "scale": self.scale}
@@ -185,6 +185,17 @@ def refuse_changes(words: dict[str, Any]) -> None:
     changed = ("alibi_slopes", "sliding_window", "logits_soft_cap")
     if given := [name for name in changed if words.get(name) is not None]:
         raise Unsupported(f"saccade's MLA backend of vLLM takes no {', '.join(given)}: choose another one")
+
+
+def joined(q: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The parts of queries side by side. By 16 bytes: a part that is a view of wider rows is copied element by element,
+    which took 41 us of a layer at 128 tokens of 128 heads."""
+    if not isinstance(q, tuple):
+        return q
+    try:
+        return torch.cat([x.view(torch.complex128) for x in q], -1).view(q[0].dtype)
+    except RuntimeError:  # rows that do not begin at multiples of 16 bytes
+        return torch.cat(q, -1)
 
 
 class MLAPrefill(_prefill.MLAPrefillBackend):

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.api import attention
 from saccade.integrations.engine_layers import differences, refuse_differences
 from saccade.integrations.vllm import TESTED
-from saccade.integrations.vllm.mla import MLABackend, refuse_changes
+from saccade.integrations.vllm.mla import MLABackend, joined, refuse_changes
 from saccade.layouts import LatentCache, Paged
 
 _vllm = import_module("vllm.v1.attention.backend")
@@ -92,7 +92,7 @@ class SparseMLALayer(_sparse.SparseMLACommonImpl):
             block_size: rows of a page.
             is_decode: whether all are steps of decoding; rows of prompts stand together, since neighbours share keys.
         """
-        whole = torch.cat(q, -1) if isinstance(q, tuple) else q
+        whole = joined(q)
         rows, _ = _slots.flat_kv_row_view(kv_cache, block_size)
         pages = rows[:, None, None]  # of one row
         records = self.kv_cache_dtype == RECORDS
