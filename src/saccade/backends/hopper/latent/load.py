@@ -224,9 +224,9 @@ def schedule_kernel(
     for at in range(0, count, AT_ONCE):
         i = at + tl.arange(0, AT_ONCE)
         tiles = tl.load(schedule.tiles + i, mask=i < count, other=0)
-        places = tl.cdiv(tiles, unit) * unit
-        tl.store(schedule.starts + 1 + i, total + tl.cumsum(places, 0), mask=i < count)
-        total += tl.sum(places, 0)
+        width = tl.cdiv(tiles, unit) * unit
+        tl.store(schedule.starts + 1 + i, total + tl.cumsum(width, 0), mask=i < count)
+        total += tl.sum(width, 0)
     tl.store(schedule.starts, 0)
     tl.store(schedule.lines_first + lines, length)
     tl.debug_barrier()  # other threads wrote some of what is read now
