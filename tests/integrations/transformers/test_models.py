@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from saccade.integrations.transformers import FOR_BATCHES, NAME, StructuredMask, attention, register
 
@@ -362,6 +363,38 @@ def test_offsets_of_a_collator(made):
     found = model(**batch, use_cache=False).logits[0]
     alone = [model(torch.tensor([x["input_ids"]])).logits[0] for x in examples]
     torch.testing.assert_close(found, torch.cat(alone))
+
+
+def test_gradients_of_each_sample(made):
+    """Numbers of a mask that vmap maps over cannot be read: each key is tested."""
+    model = made("mistral", NAME)
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss(weights, tokens, seen):
+        found = torch.func.functional_call(
+            model, weights, (tokens[None],), {"attention_mask": seen[None], "use_cache": False}
+        )
+        return (found.logits[0] * seen[:, None]).square().mean()
+
+    seen = PADDED["left"]
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, TOKENS, seen)
+    for i, row in enumerate(seen):
+        alone = torch.func.grad(loss)(weights, TOKENS[i], row)
+        for name, x in alone.items():
+            torch.testing.assert_close(together[name][i], x, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"] if FIVE else ["fake"])  # transformers 4 itself runs no meta tensors
+def test_shapes_alone(kind, made):
+    """As estimators of memory run models."""
+    model, seen = made("mistral", NAME), PADDED["left"]
+    if kind == "meta":
+        logits = model.to("meta")(TOKENS.to("meta"), attention_mask=seen.to("meta"), use_cache=False).logits
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            given = mode.from_tensor(TOKENS), mode.from_tensor(seen)
+            logits = model(given[0], attention_mask=given[1], use_cache=False).logits
+    assert logits.shape == (3, 9, 64)
 
 
 def test_saved_and_loaded_by_name(made, tmp_path):

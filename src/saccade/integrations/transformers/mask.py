@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks
+from saccade.layouts.validate import has_values
 from saccade.masks import Mask
 from saccade.util.kept_memory import capturing
 
@@ -90,13 +91,13 @@ def padding(attention_mask: Tensor, region: Region) -> VisibleKeys:
     Reads the mask, to know whether it is one interval in each row; compiled and captured code tests each key.
     """
     seen = _tokens(attention_mask, region)
-    if _readable() and bool(seen.all()):  # as in each step of generation without padding
+    if _readable(seen) and bool(seen.all()):  # as in each step of generation without padding
         return VisibleKeys()
     index = torch.arange(region.s_k, device=seen.device)
     start = region.s_k - torch.where(seen, region.s_k - index, 0).amax(-1, keepdim=True)
     stop = torch.where(seen, index + 1, 0).amax(-1, keepdim=True)
     bounds = VisibleKeys(start=start, stop=stop)
-    if _readable() and torch.equal(seen.sum(-1, keepdim=True), (stop - start).clamp(min=0)):
+    if _readable(seen) and torch.equal(seen.sum(-1, keepdim=True), (stop - start).clamp(min=0)):
         return bounds
     return bounds & VisibleKeys(masks.mask_mod(lambda b, h, q_idx, kv_idx: seen[b, kv_idx]))
 
@@ -110,9 +111,9 @@ def _tokens(attention_mask: Tensor, region: Region) -> Tensor:
     return attention_mask[:, at.clamp(max=length - 1)] & (at < length)
 
 
-def _readable() -> bool:
-    """Whether the host may read a tensor's values: neither compiled code nor a CUDA graph's capture may."""
-    return not torch.compiler.is_compiling() and not capturing()
+def _readable(x: Tensor) -> bool:
+    """Whether the host may read a tensor's values, which a CUDA graph's capture may not."""
+    return has_values(x) and not capturing()
 
 
 def _name(function: Any) -> str:
@@ -169,7 +170,7 @@ def _chunks(region: Region, chunk_size: int, left_padding: Tensor) -> VisibleKey
 def _packed(region: Region, packed_sequence_mask: Tensor) -> VisibleKeys | None:
     if not (region.at_the_end and region.s_q == region.s_k):
         return None
-    if _readable() and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
+    if _readable(packed_sequence_mask) and not bool(packed_sequence_mask[:, -1:].any()):  # numbered from 0
         return VisibleKeys()
     return VisibleKeys(masks.documents(packed_sequence_mask))
 
