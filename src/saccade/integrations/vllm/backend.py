@@ -220,7 +220,7 @@ class VLLMLayer(_vllm.AttentionImpl):
         self.eight_bits = cached if cached in EIGHT_BITS else None
         # As for its FlashAttention-3, vLLM rounds queries to e4m3 then: Hopper's kernels for prompts take 8 bits alone.
         hopper = hardware.name(torch.get_default_device()) == "sm90" and torch.get_default_dtype().itemsize == 2
-        self.supports_quant_query_input = hopper and cached is torch.float8_e4m3fn
+        self.supports_quant_query_input = hopper and cached is torch.float8_e4m3fn and head_size <= 256
         self.sliding_window = None if sliding_window is None else sliding_window - 1
         floats = {"dtype": torch.float32, "device": torch.get_default_device()}
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, **floats)
