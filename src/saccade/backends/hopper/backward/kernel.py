@@ -3,7 +3,6 @@
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from saccade.backends.device.dropout import opened
 from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, all_steps
 from saccade.backends.hopper.backward.load import load_items
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -154,9 +153,10 @@ class Consumer:
             return (tile.load(product_layout(BLOCK_Q)),)
 
     @gluon.jit
-    def step(self, sums, neg_lse, bounds, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr = False):
-        """One more q block: its dk and dv, and dq of the step before. Returns the StepSums, and the next step's -lse
-        and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables."""
+    def step(self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr):
+        """One more q block: its dk and dv, and dq of the step before. The state is the StepSums, and the next step's
+        -lse and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables."""
+        sums, neg_lse, bounds = state
         dk = sums.dk
         dv = sums.dv
         c: gl.constexpr = self.c
@@ -272,7 +272,6 @@ class Consumer:
         block = self.block
         group = self.args.group
         first = self.first
-        end = self.end
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
         columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
         bounds = ()
@@ -282,28 +281,8 @@ class Consumer:
         neg_lse = gl.zeros([BLOCK_Q], gl.float32, columns)
         if self.args.FOLD:
             neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
-        BEYOND: gl.constexpr = self.args.kv_blocks.score is not None
-        if self.args.MASKED or BEYOND:
-            masked = first + block.edges(group)
-            blocks = block.edges(1)
-            h = block.share * group
-            i = gl.to_tensor(0)
-            for n in tl.range(first, masked, disable_licm=True):
-                tile = h, block.edge(i)
-                h, i = next_step(h, i, blocks)
-                sums, neg_lse, bounds = self.step(
-                    sums, neg_lse, bounds, n, *tile, block.edge(i), self.args.MASKED, False
-                )
-            blocks = block.steps(1) - blocks
-            h = block.share * group
-            i = gl.to_tensor(0)
-            for n in tl.range(masked, end, disable_licm=True):
-                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, block.inner(i), 0, False, BEYOND)
-                h, i = next_step(h, i, blocks)
-        else:
-            for n in tl.range(first, end, disable_licm=True):
-                h, q_block = block.step_at(n - first, group)
-                sums, neg_lse, _ = self.step(sums, neg_lse, (), n, h, q_block, 0, False)
+        state = sums, neg_lse, bounds
+        sums, _, _ = all_steps(self, state, block, group, first, self.end, self.args.MASKED)
         return sums
 
 

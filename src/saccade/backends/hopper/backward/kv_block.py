@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -168,6 +169,33 @@ def next_step(h, i, blocks):
     """The next head and block where each head has so many of them; cheaper than a division in every step."""
     last = i + 1 == blocks
     return gl.where(last, h + 1, h), gl.where(last, 0, i + 1)
+
+
+@gluon.jit
+def all_steps(consumer, state, block, group, first, end, MASKED: gl.constexpr):
+    """The state of a consumer after its steps [first, end), of which those with the mask come first. `step` takes the
+    state, the step's number, head and q block, the next q block with the mask, and whether it has the mask, or lies
+    BEYOND."""
+    if MASKED or block.BEYOND:
+        masked = first + block.edges(group)
+        blocks = block.edges(1)
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(first, masked, disable_licm=True):
+            tile = h, block.edge(i)
+            h, i = next_step(h, i, blocks)
+            state = consumer.step(state, n, *tile, block.edge(i), MASKED, False)
+        blocks = block.steps(1) - blocks
+        h = block.share * group
+        i = gl.to_tensor(0)
+        for n in tl.range(masked, end, disable_licm=True):
+            state = consumer.step(state, n, h, block.inner(i), 0, False, block.BEYOND)
+            h, i = next_step(h, i, blocks)
+    else:
+        for n in tl.range(first, end, disable_licm=True):
+            h, q_block = block.step_at(n - first, group)
+            state = consumer.step(state, n, h, q_block, 0, False, False)
+    return state
 
 
 @aggregate

@@ -25,7 +25,7 @@ from saccade.backends.hopper.backward.dq import (
     to_register_order,
 )
 from saccade.backends.hopper.backward.epilogue import store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, next_step
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, all_steps
 from saccade.backends.hopper.backward.load import load
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -193,9 +193,10 @@ class WideConsumer:
             release_fenced(semaphore, 2 * tile + self.c)
 
     @gluon.jit
-    def dv_step(self, dv, neg_lse, n, h, q_block, MASKED: gl.constexpr):
-        """The first consumer's step: dv of one more q block, and dq of the one before. Returns dv and the next step's
-        -lse."""
+    def step(self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr):
+        """The first consumer's step: dv of one more q block, and dq of the one before. The state is dv and the next
+        step's -lse."""
+        dv, neg_lse = state
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
         bounds = bounds_of_rows(self.args.kv_blocks, self.block, q_block, gl.SliceLayout(0, SCORES)) if MASKED else ()
@@ -260,16 +261,18 @@ class WideConsumer:
 
 
 @gluon.jit
-def store(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr):
-    """Stores factor acc [64, D] in global memory by way of a stage of `tiles`; x as `store_keys` takes it."""
+def store(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr, KEY: gl.constexpr = 0):
+    """Stores factor acc [64, D] of the keys from KEY on in global memory, by way of these rows of a stage of `tiles`; x
+    as `store_keys` takes it."""
     WIDE: gl.constexpr = first_part(D)
-    part(tiles, stage, D, 0, WIDE).store((acc[0] * factor).to(tiles.dtype))
+    part(tiles, stage, D, 0, WIDE).slice(KEY, BLOCK, 0).store((acc[0] * factor).to(tiles.dtype))
     if WIDE < D:
-        part(tiles, stage, D, WIDE, D - WIDE).store((acc[1] * factor).to(tiles.dtype))
+        part(tiles, stage, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0).store((acc[1] * factor).to(tiles.dtype))
     fence_async_shared()
     for i in gl.static_range(D // BLOCK):
-        tile = tiles.index(stage * slots(D) + i)
-        store_keys(desc, x, tile, tile.reshape([BLOCK, BLOCK]), block, block.start, i * BLOCK)
+        tile = tiles.index(stage * slots(D) + i).slice(KEY, BLOCK, 2)
+        rows = part(tiles, stage, D, i * BLOCK, BLOCK).slice(KEY, BLOCK, 0)
+        store_keys(desc, x, tile, rows, block, block.start + KEY, i * BLOCK)
     tma.store_wait(0)
 
 
@@ -292,24 +295,7 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
     neg_lse = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(0, SCORES))
     if args.FOLD:
         neg_lse = shared.neg_lse.index(shared.q_ring.wait(0)).load(neg_lse.type.layout)
-    if args.MASKED:
-        masked = block.edges(group)
-        blocks = block.edges(1)
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(0, masked, disable_licm=True):
-            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.edge(i), True)
-            h, i = next_step(h, i, blocks)
-        blocks = block.steps(1) - blocks
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(masked, steps, disable_licm=True):
-            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, block.inner(i), False)
-            h, i = next_step(h, i, blocks)
-    else:
-        for n in tl.range(steps, disable_licm=True):
-            h, q_block = block.step_at(n, group)
-            dv, neg_lse = consumer.dv_step(dv, neg_lse, n, h, q_block, False)
+    dv, neg_lse = all_steps(consumer, (dv, neg_lse), block, group, 0, steps, args.MASKED)
     shared.exchange.take_ds()
     dq = consumer.issue_dq(steps - 1)
     dq = warpgroup_mma_wait(0, [dq])
@@ -392,8 +378,9 @@ class TallConsumer:
         return issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D, ROW), dv
 
     @gluon.jit
-    def step(self, dk, dv, n, h, q_block, MASKED: gl.constexpr):
-        """dk, dv and the consumer's columns of dq of one more q block. Returns dk and dv."""
+    def step(self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr):
+        """dk, dv, which are the state, and the consumer's columns of dq of one more q block."""
+        dk, dv = state
         c: gl.constexpr = self.c
         args = self.args
         shared = self.shared
@@ -428,21 +415,6 @@ class TallConsumer:
             add_dq(dq, self.dq_accum + (block * CHUNKS + chunk) * PIECE)
         return dk, dv
 
-    @gluon.jit
-    def store(self, desc, x, acc, factor, tiles, D: gl.constexpr):
-        """Stores factor acc [64, D] in global memory by way of the consumer's rows of `tiles`; x as `store_keys` takes
-        it."""
-        KEY: gl.constexpr = self.c * BLOCK
-        WIDE: gl.constexpr = first_part(D)
-        part(tiles, 0, D, 0, WIDE).slice(KEY, BLOCK, 0).store((acc[0] * factor).to(tiles.dtype))
-        if WIDE < D:
-            part(tiles, 0, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0).store((acc[1] * factor).to(tiles.dtype))
-        fence_async_shared()
-        for i in gl.static_range(D // BLOCK):
-            tile = tiles.index(i).slice(KEY, BLOCK, 2)
-            rows = part(tiles, 0, D, i * BLOCK, BLOCK).slice(KEY, BLOCK, 0)
-            store_keys(desc, x, tile, rows, self.block, self.block.start + KEY, i * BLOCK)
-
 
 @gluon.jit
 def consume_keys(
@@ -459,30 +431,12 @@ def consume_keys(
     wait_for_last()
     mbarrier.wait(shared.kv_full, 0)
     shared.q_ring.wait(0)
-    if args.MASKED:
-        masked = block.edges(group)
-        blocks = block.edges(1)
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(0, masked, disable_licm=True):
-            dk, dv = consumer.step(dk, dv, n, h, block.edge(i), True)
-            h, i = next_step(h, i, blocks)
-        blocks = block.steps(1) - blocks
-        h = block.share * group
-        i = gl.to_tensor(0)
-        for n in tl.range(masked, steps, disable_licm=True):
-            dk, dv = consumer.step(dk, dv, n, h, block.inner(i), False)
-            h, i = next_step(h, i, blocks)
-    else:
-        for n in tl.range(steps, disable_licm=True):
-            h, q_block = block.step_at(n, group)
-            dk, dv = consumer.step(dk, dv, n, h, q_block, False)
+    dk, dv = all_steps(consumer, (dk, dv), block, group, 0, steps, args.MASKED)
     # Both consumers have read all of k when both have come here.
     shared.exchange.give(c, steps)
     shared.exchange.take(c, steps)
-    consumer.store(dv_desc, None if packed is None else packed.dv, dv, 1.0, shared.v_tiles, D_V)
-    consumer.store(dk_desc, None if packed is None else packed.dk, dk, args.scale, shared.k_tiles, D)
-    tma.store_wait(0)
+    store(dv_desc, None if packed is None else packed.dv, dv, 1.0, block, shared.v_tiles, 0, D_V, c * BLOCK)
+    store(dk_desc, None if packed is None else packed.dk, dk, args.scale, block, shared.k_tiles, 0, D, c * BLOCK)
 
 
 # The Hopper backward for head dims above 128: a program owns 64 keys and walks over the query rows that see them.
