@@ -188,6 +188,22 @@ def test_short_rows_have_two_consumers(rows, group, d, consumers):
 
 
 @pytest.mark.parametrize(
+    ("b", "rows", "d", "mask", "keys"),
+    [
+        (64, 257, 88, None, 64), (64, 320, 72, None, 64), (64, 384, 88, None, 128), (64, 577, 80, None, 128),
+        (64, 4096, 96, None, 128), (1, 257, 88, None, 128), (64, 257, 88, causal(), 128), (64, 257, 128, None, 128),
+    ],
+)  # fmt: skip
+def test_short_rows_have_tiles_of_64_keys(b, rows, d, mask, keys):
+    """If keys then end with fewer empty places, and no program has more rows."""
+    pytest.importorskip("triton", reason="the extra [triton]")
+    launch = import_module("saccade.backends.hopper.forward.launch")
+    q = torch.empty(b, 16, rows, d, dtype=torch.bfloat16, device="meta")
+    config = launch.for_rows(Call(q, q, q, mask=mask), gluon.formula(d, d), 132)
+    assert (config.consumers, config.block_k) == ((3, 64) if keys == 64 else (2, 128))
+
+
+@pytest.mark.parametrize(
     ("b", "h", "s", "mask", "consumers"),
     [
         (1, 8, 4096, None, 2), (1, 8, 4096, causal(), 2), (1, 8, 1024, None, 2), (8, 10, 4096, None, 3),

@@ -12,7 +12,7 @@ from saccade.backends.configs import table
 from saccade.backends.device import distance_tables
 from saccade.backends.device.scores import weight
 from saccade.backends.hopper.forward import launch, load, transpose
-from saccade.backends.hopper.forward.config import TWO_CONSUMERS, forward_config, key
+from saccade.backends.hopper.forward.config import THREE_CONSUMERS, TWO_CONSUMERS, forward_config, key
 from saccade.call.call import ArrivalArgs, Arrivals
 from saccade.call.descale import EIGHT_BITS
 from saccade.call.spec import Spec
@@ -54,7 +54,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
     yield "gluon forward 16bit d128/128 causal packed arriving"
-    yield from ("gluon forward 16bit d96/96 full", "gluon forward 16bit d64/64 causal short")
+    yield from (f"gluon forward 16bit {words}" for words in ("d96/96 full", "d96/96 full short", "d64/64 causal short"))
     yield from gluon_latent.features()
     yield from gluon_backward.features()
 
@@ -95,7 +95,8 @@ def compiled(name: str) -> tuple[Any, int]:
     captured = launch.captured_rows(call)
     score = launch.score_args(call, distance_tables.empty(call), captured)
     config = forward_config(call.spec, GPU, "tile" if captured else weight(call, score))
-    config = TWO_CONSUMERS if "short" in row.words else config
+    if "short" in row.words:
+        config = TWO_CONSUMERS if row.d <= 64 else THREE_CONSUMERS
     mask = launch.mask_args(call, {}, config) if paged else device_mask(call)
     parts = load.Parts.of(torch.empty(2, *out.shape)) if "split" in row.words else None
     arguments = launch.arguments(call, out, lse, top, counter, table, mask, score, parts, captured, arrivals)

@@ -31,9 +31,11 @@ from saccade.backends.hopper.backward.scores import (
     BackwardArgs,
     ScoreTile,
     bounds_of_rows,
+    in_parts,
     issue_product,
     issue_sums,
     no_sums,
+    parts_of,
     spread,
 )
 from saccade.backends.hopper.backward.tile_scheduler import NUMBERS, has_work, read_record
@@ -92,6 +94,12 @@ class StepSums:
     score's tables; () where nobody wants them"""
 
 
+@gluon.jit
+def own_rows(c: gl.constexpr, tiles, slot):
+    """Consumer c's 64 rows of k or v, [64, BLOCK_D]."""
+    return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]]).slice(c * 64, 64, 0)
+
+
 @aggregate
 class Consumer:
     """Consumer c at work on a kv block, in `slot`: steps [first, end), which count on from block to block."""
@@ -107,11 +115,8 @@ class Consumer:
     first: gl.tensor
     end: gl.tensor
     kv_idx: gl.tensor
-
-    @gluon.jit
-    def own(self, tiles, slot):
-        """The consumer's 64 rows of k or v, [64, BLOCK_D]."""
-        return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]]).slice(self.c * 64, 64, 0)
+    keys: Value
+    """the parts of k, if they stay in registers; or ()"""
 
     @gluon.jit
     def issue_dq(self, n):
@@ -176,19 +181,19 @@ class Consumer:
         zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
         stage = n % 2
         # [64, BLOCK_D]
-        k = self.own(shared.k_tiles, self.slot)
+        k = parts_of(own_rows(c, shared.k_tiles, self.slot), shared.D_LAST) if len(self.keys) == 0 else self.keys
         # [64, BLOCK_DV]
-        v = self.own(shared.v_tiles, self.v_slot)
+        v = parts_of(own_rows(c, shared.v_tiles, self.v_slot), shared.DV_LAST)
         # [BLOCK_Q, BLOCK_D]
         q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]])
         # [BLOCK_Q, BLOCK_DV]
         dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]])
         # s and p: [64, BLOCK_Q]
         if FOLD:
-            s = issue_product(k, q, tile.start(neg_lse, zero), True, shared.D_LAST)
+            s = issue_product(k, q, tile.start(neg_lse, zero), True)
         else:
             shared.q_ring.wait(n)
-            s = issue_product(k, q, zero, False, shared.D_LAST)
+            s = issue_product(k, q, zero, False)
         shared.ds.take(c, n - 1)
         dq = self.issue_dq(n - 1)
         s = warpgroup_mma_wait(1, [s])
@@ -206,9 +211,9 @@ class Consumer:
         # dp and ds: [64, BLOCK_Q]
         if FOLD:
             dp = spread(shared.neg_delta.index(stage).load(columns), zero)
-            dp = issue_product(v, dout, dp, True, shared.DV_LAST)
+            dp = issue_product(v, dout, dp, True)
         else:
-            dp = issue_product(v, dout, zero, False, shared.DV_LAST)
+            dp = issue_product(v, dout, zero, False)
         dv = issue_sums(p_operand, dout, dv)
         dp = warpgroup_mma_wait(len(dv), [dp])
         if self.dropout is not None:
@@ -319,7 +324,14 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     SLOTS: gl.constexpr = shared.items.SLOTS
     slot = item % SLOTS
     v_slot = slot % shared.v_tiles.shape[0]
-    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx)
+    keys = ()
+    SMALL: gl.constexpr = in_parts(BLOCK_D, shared.D_LAST) and in_parts(BLOCK_DV, shared.DV_LAST)
+    if args.FOLD and SMALL and packed is None:
+        # There are registers for k: 5 % at d = 96, where a step waits for shared memory (notes/gluon_backward.md).
+        LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(args.kv_blocks.BLOCK_Q), 2)
+        k = parts_of(own_rows(c, shared.k_tiles, slot), shared.D_LAST)
+        keys = k[0].load(LEFT), k[1].load(LEFT)
+    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys)
     shared.ds.give(c, first - 1)
     if SLOTS > 1:  # noqa: SIM102 - known when this is compiled, and the next is not
         if item > 0:  # the last dk has left
@@ -360,7 +372,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
 @gluon.jit
 def store(consumer, desc, x, tiles, slot, sums, factor, block):
     """Stores dk or dv of a consumer's keys, factor sums, in global memory, by way of its rows of k or v."""
-    rows = consumer.own(tiles, slot)
+    rows = own_rows(consumer.c, tiles, slot)
     store_sums(rows, sums, factor)
     fence_async_shared()
     leaving = tiles.index(slot).slice(consumer.c * 64, 64, 2)

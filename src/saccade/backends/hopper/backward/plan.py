@@ -197,7 +197,7 @@ class BackwardPlan:
         spills = block_sparse or (call.mask is not None and re.search(r"\||\bprefix\b", call.mask.kind) is not None)
         fold = block_q == 64 and has_plain_scores(call) and not spills
         masked = packed or call.mask is not None or call.layout.seqused_k is not None or s_k % block_k != 0
-        section = section_size(call, config, divided, kv_blocks)
+        section = section_size(call, config, divided, kv_blocks, processors)
         if packed:  # in rows, as sequences have more or fewer
             section = L2_BYTES // (call.group * ((d + d_v) * q.element_size() + 4 * d))
         else:
@@ -294,13 +294,15 @@ def shares_of(group: int, programs: int, least: float) -> int:
     return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
 
 
-def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int) -> int:
-    """How many shares' kv blocks take turns. Under a causal mask and up to d = 128 more of them, with 32 query heads at
-    most, end rounds more evenly (notes/gluon_backward.md)."""
+def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int, processors: int) -> int:
+    """How many shares' kv blocks take turns. With masks more of them end rounds more evenly: under a causal one and up
+    to d = 128 those of 32 query heads at most, and of 128 keys above that, of a round (notes/gluon_backward.md)."""
     if config.stays and call.mask is not None and call.mask.kind == "causal" and not call.deterministic:
         shares = max(1, min(2 * SECTION, 32 * divided // call.group))
         return -(-shares // divided) * divided
     section = SECTION if call.group == 1 else divided
+    if not config.stays and config.block_k == 128 and call.mask is not None and call.group == 1:
+        section = max(section, processors // kv_blocks)
     return min(section, 2) if call.deterministic and kv_blocks > MANY else section
 
 

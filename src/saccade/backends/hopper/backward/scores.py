@@ -37,16 +37,23 @@ def no_sums(columns: gl.constexpr, last: gl.constexpr):
 
 
 @gluon.jit
-def issue_product(a, b, start, use_acc: gl.constexpr, LAST: gl.constexpr):
-    """Starts a b^T of [64, columns] and [N, columns], added to `start`, over the columns in use."""
-    HALF: gl.constexpr = a.shape[1] // 2
-    if in_parts(a.shape[1], LAST):
-        lower = b.slice(0, HALF, 1).permute((1, 0))
-        x = warpgroup_mma(a.slice(0, HALF, 1), lower, start, use_acc=use_acc, is_async=True)
-        upper = b.slice(HALF, LAST, 1).permute((1, 0))
-        return warpgroup_mma(a.slice(HALF, LAST, 1), upper, x, is_async=True)
+def parts_of(x, LAST: gl.constexpr):
+    """The parts of a tile [rows, columns], a tuple."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    if in_parts(x.shape[1], LAST):
+        return x.slice(0, HALF, 1), x.slice(HALF, LAST, 1)
     else:
-        return warpgroup_mma(a, b.permute((1, 0)), start, use_acc=use_acc, is_async=True)
+        return (x,)
+
+
+@gluon.jit
+def issue_product(a, b, start, use_acc: gl.constexpr):
+    """Starts a b^T, added to `start`, of the parts of [64, columns], in registers or not, and [N, columns]."""
+    x = start
+    for i in gl.static_range(len(a)):
+        columns = b.slice(i * a[0].shape[1], a[i].shape[1], 1)
+        x = warpgroup_mma(a[i], columns.permute((1, 0)), x, use_acc=use_acc or i > 0, is_async=True)
+    return x
 
 
 @gluon.jit

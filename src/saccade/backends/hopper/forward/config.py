@@ -128,6 +128,7 @@ def forward_config(spec: Spec, gpu: str, score: str = "") -> ForwardConfig:
 
 
 TWO_CONSUMERS = ForwardConfig(2, 128, 3, 2, 0, 232, 40)
+THREE_CONSUMERS = ForwardConfig(3, 64, 3, 2, 1, 160, 32)
 HALF_TILES = ForwardConfig(2, 64, 3, 2, 0, 232, 40)
 
 

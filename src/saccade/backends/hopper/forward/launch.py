@@ -25,6 +25,7 @@ from saccade.backends.hopper.forward import load, transpose, work_item
 from saccade.backends.hopper.forward.config import (
     CAPTURED_CONSUMERS,
     MAX_SPLITS,
+    THREE_CONSUMERS,
     TWO_CONSUMERS,
     ForwardConfig,
     block_dv,
@@ -50,7 +51,7 @@ PACK_GQA_GAIN = 1.1
 PACKED_GAIN = 1.02
 """The same for packed sequences of unknown lengths; half of a tile is empty in the mean."""
 SHORT_GAIN = 1.1
-"""Two consumers replace three if the rows of a program fall by this factor (notes/gluon.md)."""
+"""Another number of consumers works on short rows if the scores of a program fall by this factor (notes/gluon.md)."""
 LATE_ROUNDS = 16
 """The most items of a program with which it draws late while keys arrive (notes/distributed.md)."""
 
@@ -306,11 +307,18 @@ def tiles_of_rows(s_q: int, rows: int, packed: int | None) -> float:
 
 
 def for_rows(call: Call, config: ForwardConfig, processors: int) -> ForwardConfig:
-    """The config with two consumers instead of three, if the busiest program has fewer rows then; else `config`."""
-    if call.layout.has_pages or call.layout.ragged_keys or not _is_narrow(config):
+    """The config with two consumers instead of three, or, at d = 72 to 96 without a mask, with three and tiles of 64
+    keys, if the busiest program then has fewer scores; else `config`."""
+    if call.layout.has_pages or call.layout.ragged_keys:
         return config
-    rows = [busy_rows(call, n, processors) for n in (config.consumers, TWO_CONSUMERS.consumers)]
-    return TWO_CONSUMERS if rows[0] >= SHORT_GAIN * rows[1] else config
+    if _is_narrow(config):
+        other = TWO_CONSUMERS
+    elif max(call.q.shape[3], call.v.shape[3]) <= 96 and call.mask is None and config == formula(96, 96):
+        other = THREE_CONSUMERS
+    else:
+        return config
+    work = [busy_rows(call, x.consumers, processors) * -(-call.k.shape[2] // x.block_k) for x in (config, other)]
+    return other if work[0] * config.block_k >= SHORT_GAIN * work[1] * other.block_k else config
 
 
 @cache
