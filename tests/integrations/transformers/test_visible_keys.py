@@ -3,6 +3,7 @@ for its own where it is installed."""
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -112,7 +113,7 @@ def test_every_pair(utils, name, padding, region, known_by):
     assert torch.equal(shown(made), expected(function, PADDING[padding], PLACES[region]))
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "chunks"])
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "another", "union"])
 @pytest.mark.parametrize("remapped", [False, True], ids=["indices", "positions"])
 def test_packed_sequences(utils, name, remapped):
     """Two batch rows of several sequences, and one of one alone, whose positions begin anywhere."""
@@ -143,6 +144,12 @@ def test_positions_without_their_sequences(utils):
     for whole in (function, utils.and_masks(function, utils.sliding_window_overlay(3))):
         made = attention_mask_of(1, 9, 9, mask_function=whole)
         assert torch.equal(shown(made, 1), expected(whole, None, (9, 9, 0, 0), 1))
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 9), (2, 9, 9), (2, 1, 1, 9, 9)], ids=str)
+def test_masks_of_other_shapes(utils, shape):
+    with pytest.raises(ValueError, match=rf"attention_mask must be \(2, tokens\).* got {re.escape(str(shape))}"):
+        attention_mask_of(2, 9, 9, mask_function=utils.causal_mask_function, attention_mask=torch.ones(shape))
 
 
 def test_a_capture_reads_no_values(utils, monkeypatch):

@@ -74,9 +74,12 @@ def attention_forward(
         out (b, s_q, h_q, d_v), contiguous, and None for the weights, which nobody can have.
 
     Raises:
-        ValueError: weights, or a keyword that would change the result and has no meaning; a mask that does not fit.
+        ValueError: weights, or a keyword that would change the result and has no meaning; a mask that does not fit;
+            cu_seq_lens_k without cu_seq_lens_q.
     """
     _refuse(others, cache, cu_seq_lens_q)
+    if cu_seq_lens_k is not None and cu_seq_lens_q is None:
+        raise ValueError("cu_seq_lens_k has the offsets of the keys alone: pass cu_seq_lens_q too")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     keywords: dict[str, Any] = {"scale": scaling, "sink": s_aux, "dropout_p": dropout}
     if context is not None:

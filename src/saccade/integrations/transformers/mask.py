@@ -131,7 +131,9 @@ def _captured(function: Any) -> dict[str, Any]:
 
 def _shifted(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """The function of indices that count from the first row and key; as theirs it is of positions."""
-    q_offset, kv_offset = region.q_offset, region.kv_offset
+    q_offset, kv_offset, positions = region.q_offset, region.kv_offset, region.positions
+    if positions is not None:
+        return lambda b, h, q_idx, kv_idx: function(b, h, positions[b, q_idx], positions[b, kv_idx])
     if isinstance(q_offset, int) and isinstance(kv_offset, int) and not q_offset and not kv_offset:
         return function
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx + q_offset, kv_idx + kv_offset)
@@ -282,7 +284,13 @@ def attention_mask_of(
         cache_position: see q_length.
         device: of the mask.
         others: what other implementations need.
+
+    Raises:
+        ValueError: an attention_mask of another shape.
     """
+    if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size):
+        wanted = f"({batch_size}, tokens), True where a token is no padding, or have four dimensions"
+        raise ValueError(f"attention_mask must be {wanted}, got {tuple(attention_mask.shape)}")
     if cache_position is not None:
         q_length, device = cache_position.shape[0], cache_position.device
         whole = isinstance(kv_offset, int) and kv_offset == 0 and q_length == kv_length  # so the first row is at 0
