@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tests.emulator import barriers, hopper
 from tests.emulator.scheduler import machine, this_partition
-from tests.emulator.values import Array, Tensor, encoded, rounded, tensor
+from tests.emulator.values import Array, Tensor, decoded, encoded, rounded, tensor
 
 
 def _nothing(text: str) -> Any:
@@ -34,6 +34,25 @@ def _quad(a: Array, b: Array, c: Array, d: Array) -> Array:
 
 def _halves(x: Array) -> tuple[Array, Array]:
     return (x & 0xFFFF).astype(np.uint16).view(np.int16), (x >> 16 & 0xFFFF).astype(np.uint16).view(np.int16)
+
+
+def _parts(x: Array) -> tuple[Array, Array]:
+    """A number as a sum of two of bfloat16."""
+    high = rounded(x, tl.bfloat16)
+    return tuple(_pair(tl.bfloat16)(part, part) for part in (high, x - high))
+
+
+def _widened(x: Array, high: Array, low: Array) -> tuple[Array, Array]:
+    """Numbers of e4m3 times factors that are sums of two: rounded as the instructions round."""
+    bits, kind = x.view(np.uint32), tl.bfloat16
+    factors = [decoded((part & 0xFFFF).astype(np.uint16), kind).astype(np.float64) for part in (high, low)]
+
+    def product(i: int) -> Array:
+        number = decoded((bits >> (8 * i) & 0xFF).astype(np.uint8), tl.float8e4nv).astype(np.float64)
+        rest = rounded((number * factors[1]).astype(np.float32), kind)
+        return (number * factors[0] + rest).astype(np.float32)
+
+    return tuple(_pair(kind)(product(i), product(i + 1)) for i in (0, 2))
 
 
 def _add(address: Array, number: int) -> Array:
@@ -142,6 +161,8 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
         ),
         _always(_quad),
     ),
+    (r"\{ \.reg \.f32 high, low; cvt\.rn\.bf16x2\.f32 \$0, .*\}", _always(_parts)),
+    (r"\{ \.reg \.b32 high, low, a, b, c, d; shr\.u32 .*\}", _always(_widened)),
     (r"lg2\.approx\.f32 \$0, \$1;", _always(np.log2)),
     (r"tanh\.approx\.f32 \$0, \$1;", _always(np.tanh)),
     (r"mov\.b32 \$0, \$1;", _always(lambda x: x)),

@@ -31,6 +31,7 @@ def features() -> Iterator[str]:
             "causal",
             "causal gathered",
             "slots",
+            "slots records",
             "shared",
             "selected",
             "selected groups",
@@ -73,6 +74,8 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             first, last = lists.made(call, {}, lists.empty_members(q.device))
             return warmed(*(last if listed == "groups" else first)), 0
         q, cache = q.transpose(0, 2), lists.cache
+        if "records" in row.words:
+            cache = torch.empty(256, 1, 1, 164, dtype=torch.int32)
         call = call.replace(q=q, mask=None, max_scores=True)
     else:
         call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from saccade import masks, scores
 from saccade.call.descale import EIGHT_BITS, Factors
 from saccade.call.dropout import Dropout
-from saccade.call.spec import DTYPES, Spec
+from saccade.call.spec import DTYPES, RECORDS, Spec
 from saccade.layouts import Dense, Layout, dense_of, empty_like_rows
 from saccade.masks import Extent, Mask, Positions
 from saccade.scores import Score
@@ -254,7 +254,7 @@ class Call:
     def _spec(self) -> Spec:
         return Spec(
             dtype=DTYPES[self.q.dtype],
-            kv="" if self.k.dtype == self.q.dtype else DTYPES[self.k.dtype],
+            kv="" if self.k.dtype == self.q.dtype else DTYPES.get(self.k.dtype, RECORDS),
             d=self.q.shape[3],
             d_v=self.v.shape[3],
             group=self.group,

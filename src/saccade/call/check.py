@@ -13,12 +13,13 @@ from saccade.call.call import Call, eight_bit_gradients, needs_gradient
 from saccade.call.descale import EIGHT_BITS, Descale, Factors, factors
 from saccade.call.dropout import Dropout
 from saccade.call.spec import DTYPES
-from saccade.layouts import Dense, LatentCache, Layout, with_rows
+from saccade.layouts import Dense, LatentCache, Layout, Paged, with_rows
 from saccade.layouts.validate import sink_error
 from saccade.masks import Mask, as_mask
 from saccade.scores import Score, Traced
-from saccade.util import arguments, memory_layout
+from saccade.util import arguments, hardware, memory_layout
 from saccade.util.arguments import Unsupported
+from saccade.util.memory_layout import ALIGNMENT, address
 
 _BHSD = Dense()
 _LEARNED_SCALE = (
@@ -56,7 +57,8 @@ def check_call(
     if not isinstance(layout, Layout) or not isinstance(backend, str):
         raise _type_error(layout, backend)
     cache = k
-    q, k, v, layout, slots = _settled(q, k, v, layout)
+    reads = isinstance(k, LatentCache) and _reads_records(q, k, layout, backend, dropout_p)
+    q, k, v, layout, slots = _settled(q, k, v, layout, reads)
     tensors = layout.tensors
     if mask is not None:
         mask = _bind_mask(mask, runs and backend == "reference")
@@ -87,27 +89,38 @@ def check_call(
     )  # fmt: skip
 
 
-def _settled(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Layout, Mask | None]:
+def _settled(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tensor, Tensor, Tensor, Layout, Mask | None]:
     """Operands as a backend takes them, and the layout over them: of nested ones that of their rows, of slots that of
-    rows of caches, and a mask."""
+    rows of caches, and a mask. reads: a kernel reads records."""
     if isinstance(k, LatentCache) or isinstance(v, LatentCache):
-        k, v, layout = _opened(q, k, v, layout)
+        k, v, layout = _opened(q, k, v, layout, reads)
     if isinstance(q, Tensor) and q.is_nested:
         q, k, v, layout = layouts.unwrap(q, k, v, layout)
     if layout.slots is None:
-        return *_check_operands(q, k, v, layout), layout, None
+        return *_check_operands(q, k, v, layout, reads), layout, None
     rows = layouts.SlotRows.of(layout)  # pyright: ignore[reportArgumentType]
-    q, k, v = _check_operands(q, k, v, rows)
+    q, k, v = _check_operands(q, k, v, rows, reads)
     layout, k, v, mask = rows.over_rows(k, v)
     return q, k, v, layout, mask
 
 
-def _opened(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Layout]:
-    """The rows of a cache of records as 16-bit numbers, or as wide as queries are.
+def _reads_records(q: Any, cache: LatentCache, layout: Layout, backend: str, dropout_p: Any) -> bool:
+    """Whether a kernel reads them, that of `gluon`."""
+    if not isinstance(q, Tensor) or q.dtype != torch.bfloat16 or hardware.name(q.device) != "sm90":
+        return False
+    if backend not in ("auto", "gluon") or dropout_p or torch.compiler.is_compiling() or not isinstance(layout, Paged):
+        return False
+    pages, unit = cache.bytes, ALIGNMENT if layout.slots is None else cache.record.bytes
+    whole = cache.format == "v3.2" and pages.stride(0) % unit == address(pages) % ALIGNMENT == 0 and pages.numel() > 0
+    return whole and layout.cu_seqlens_q is None and layout.num_splits is None and not layout.shared_pages
+
+
+def _opened(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tensor, Tensor, Layout]:
+    """The rows of a cache of records as 16-bit numbers, or as wide as queries are; their bytes if a kernel reads them.
 
     Raises:
         TypeError: keys and values apart.
-        ValueError: queries of other dtypes.
+        ValueError: queries of other dtypes or of other shapes.
     """
     arguments.tensors(q=q)
     if k is not v:
@@ -117,8 +130,17 @@ def _opened(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Lay
         )
     if q.dtype in EIGHT_BITS or q.dtype not in DTYPES:
         raise ValueError(f"a LatentCache takes queries of float16, bfloat16, float32 or float64, got {q.dtype}")
-    rows, layout = k.opened(layout, q.dtype)
-    return rows, rows[..., : k.record.d_v], layout
+    if not isinstance(layout, Paged):
+        raise TypeError(f"a LatentCache is read through Paged(…), got the layout {layout!r}")
+    record, seen = k.record, layout if layout.slots is None else layouts.SlotRows.of(layout)
+    shape = (*k.bytes.shape[:2], 1)
+    if error := seen.shape_error(q.shape, torch.Size((*shape, record.d)), torch.Size((*shape, record.d_v))):
+        raise ValueError(f"{error}: q {tuple(q.shape)}, {k!r} of head dims {record.d}/{record.d_v}")
+    if not reads:
+        rows, layout = k.opened(layout, q.dtype)
+        return rows, rows[..., : record.d_v], layout
+    rows = k.bytes.view(torch.uint8).view(*shape, record.bytes)
+    return rows, rows[..., : record.d_v], layout
 
 
 def _type_error(layout: Any, backend: Any) -> TypeError:
@@ -144,11 +166,11 @@ def _checked_scale(scale: Any) -> float:
     return scale
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a backend takes them."""
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout, records: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as a backend takes them. records: k and v are their bytes, of shapes that are checked."""
     arguments.operands(q, k, v)
     q, k, v = autocast(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
+    if not records and not q.dtype == k.dtype == v.dtype:
         _check_dtypes(q.dtype, k.dtype, v.dtype)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
@@ -156,7 +178,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Te
         raise ValueError(
             f"attention takes float16, bfloat16, float32 and float64, and float8_e4m3fn and float8_e5m2, got {q.dtype}"
         )
-    if error := layout.shape_error(q.shape, k.shape, v.shape):
+    if not records and (error := layout.shape_error(q.shape, k.shape, v.shape)):
         raise ValueError(f"{error}: {_shapes(q, k, v, layout)}")
     # Kernels read rows of contiguous elements; everything else about the strides is theirs to follow.
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:

@@ -19,6 +19,8 @@ DTYPES = {
     torch.float8_e5m2: "fp8_e5m2",
 }
 TORCH_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
+RECORDS = "records"
+"""The word of k and v that are bytes of records."""
 EIGHT_BIT_WORDS = tuple(word for word in TORCH_DTYPES if word.startswith("fp8"))
 
 
@@ -52,7 +54,7 @@ class Spec:
     max_scores: bool = False
     """The largest score of each row is asked for."""
     kv: str = ""
-    """The dtype of k and v where it is not q's: 8 bits, printed as `kv_fp8_e4m3`."""
+    """The dtype of k and v where it is not q's: 8 bits, printed as `kv_fp8_e4m3`, or records."""
     block_scales: bool = False
     """A `Descale` goes by blocks of rows."""
     offsets: bool = False
@@ -117,7 +119,7 @@ def _field(word: str) -> tuple[str | None, Any]:
     """The field of a Spec that a word is about, and its value."""
     if word in TORCH_DTYPES:
         return "dtype", word
-    if word.removeprefix("kv_") in EIGHT_BIT_WORDS:
+    if word.removeprefix("kv_") in EIGHT_BIT_WORDS or word == f"kv_{RECORDS}":
         return "kv", word.removeprefix("kv_")
     if match := re.fullmatch(r"group([1-9]\d*)", word):
         return "group", int(match[1])

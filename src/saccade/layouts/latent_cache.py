@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.layouts.base import Layout
 from saccade.layouts.paged import Paged
 from saccade.layouts.validate import described
 from saccade.util import arguments
@@ -147,11 +146,9 @@ class LatentCache:
         for part, new in zip(self._parts(), (numbers, factors, rest), strict=True):
             part[at] = torch.where(there.any(), new[source], part[at])
 
-    def opened(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Paged]:
+    def opened(self, layout: Paged, dtype: torch.dtype) -> tuple[Tensor, Paged]:
         """Rows (pages, page_size, 1, d) that a call over these pages or slots reads, and the layout over them: of slots
         those alone that are listed, if these are fewer than all."""
-        if not isinstance(layout, Paged):
-            raise TypeError(f"a LatentCache is read through Paged(…), got the layout {layout!r}")
         slots = layout.slots
         if slots is None or slots.numel() >= self.slots:
             return self.rows(None, dtype).view(*self.bytes.shape[:2], 1, self.record.d), layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from saccade.backends import key_lists
 from saccade.call import Call
-from saccade.call.spec import Spec
+from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 from saccade.ops import dispatch, shared_pages
 from saccade.ops.dispatch import Unsupported
 from saccade.ops.score_windows import WHOLE_SCORES, move_to_mask, window_and_rest
@@ -143,7 +143,8 @@ def _plan_if_any(call: Spec | Call, backend: str, gradient: bool = False) -> dis
 
 def _pays(spec: Spec, backend: str | None) -> str | None:
     """A note for calls where 8-bit operands are not faster, with the measured row."""
-    if spec.device != "sm90" or backend is None or not (spec.dtype.startswith("fp8") or spec.kv):
+    eight_bits = spec.dtype.startswith("fp8") or spec.kv in EIGHT_BIT_WORDS
+    if spec.device != "sm90" or backend is None or not eight_bits:
         return None
     if spec.kv:
         return (

@@ -15,9 +15,11 @@ pytest.importorskip("triton")
 from saccade import (
     Dense,
     Descale,
+    LatentCache,
     Packed,
     Paged,
     Unsupported,
+    append_kv,
     attention,
     bias,
     causal,
@@ -180,6 +182,56 @@ def test_slots_of_latent_keys() -> None:
     layout = Paged(slots=slots, seqused_k=torch.tensor([[90, 0, 64], [1, 65, 33]]))
     with emulated():
         check(q, cache, cache[..., :512], layout=layout, return_max_scores=True, backend="gluon").assert_ok()
+
+
+@pytest.mark.parametrize("form", ["slots", "shared", "pages"])
+def test_records_of_latent_keys(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over the rows that the bytes stand for. What is unlisted is NaN, and so are bytes between pages."""
+    if form == "shared":
+        monkeypatch.setattr(slot_lists, "LEAST_ROWS", 1)
+        monkeypatch.setattr(limits, "LEAST_LISTS", 1)
+    torch.manual_seed(0)
+    step = 16 * 656 + (48 if form == "pages" else 656)
+    flat = torch.full((9, step), 0xFF, dtype=torch.uint8)
+    cache = LatentCache(flat.as_strided((9, 16, 656), (step, 656, 1)), "v3.2")
+    rows = torch.randn(128, 1, 576) * torch.logspace(-2, 1, 128)[:, None, None]
+    append_kv(cache, cache, None, rows, None, slot_mapping=torch.arange(16, 144))
+    wide = cache.rows(None, torch.bfloat16).view(9, 16, 1, 576)
+    heads, s_q = (9, 7) if form == "shared" else (70, 2)
+    q, given = torch.randn(2, s_q, heads, 576, dtype=torch.bfloat16), {}
+    if form == "pages":
+        layout = Paged(torch.randint(1, 9, (2, 9)), torch.tensor([140, 33]))
+        given = {"mask": causal(), "sink": torch.randn(heads)}
+    else:
+        slots = torch.rand(2, s_q, 128).argsort(-1)[..., :90] + 16
+        slots[..., ::7] = torch.tensor([-1, 144, 1 << 30])[torch.arange(13) % 3]
+        layout = Paged(slots=slots.int(), seqused_k=torch.randint(0, 91, (2, s_q)))
+
+    def over_records(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> Any:
+        return attention(q, cache, cache, **keywords)
+
+    with emulated():
+        assert explain(q, cache, cache, layout=layout).spec.kv == "records"
+        found = check(
+            q, wide, wide[..., :512], layout=layout, backend="gluon", return_max_scores=True, function=over_records,
+            **given,
+        )  # fmt: skip
+        found.assert_ok()
+
+
+def test_numbers_of_records() -> None:
+    """Each byte of e4m3, times factors of all sizes, in the values of a row that sees one key."""
+    cache = LatentCache(torch.zeros(1, 8, 656, dtype=torch.uint8), "v3.2")
+    finite = torch.tensor([x for x in range(256) if x & 0x7F != 0x7F], dtype=torch.uint8)
+    cache.bytes[..., :512] = finite[torch.arange(4096) % 254].view(8, 512)
+    factors = torch.tensor([2.0**-120, 1e-9, 1 / 448, 0.37, 1.0, 3.1, 777.7, 1e30])
+    cache.bytes[0, :, 512:528] = factors[:, None].expand(8, 4).contiguous().view(torch.uint8)
+    layout = Paged(slots=torch.arange(8).view(8, 1, 1), seqused_k=torch.ones(8, 1, dtype=torch.int32))
+    with emulated():
+        q = torch.zeros(8, 1, 17, 576, dtype=torch.bfloat16)
+        out = attention(q, cache, cache, layout=layout, backend="gluon")
+    wanted = cache.rows(None, torch.bfloat16)[:, None, None, :512].expand_as(out)
+    torch.testing.assert_close(out, wanted, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("score", ["t5_bias", "relative_bias(128)"])

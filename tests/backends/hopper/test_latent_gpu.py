@@ -254,6 +254,11 @@ def test_records(form: str, size: int, d: int) -> None:
         return attention(q, cache, cache, **keywords)
 
     check(q, wide, wide[..., :512], layout=layout, function=over_records).assert_ok()
+    assert explain(q, cache, cache, layout=layout).spec.kv == ("records" if form == "v3.2" else "")
+    few = {"layout": Paged(slots=listed, seqused_k=layout.seqused_k, num_splits=1)}  # no kernel reads these records
+    check(q, wide, wide[..., :512], function=over_records, **few).assert_ok()
+    pages = Paged(torch.randint(0, 9, (3, 7), device="cuda"), torch.tensor([400, 0, 77], device="cuda"))
+    check(q, wide, wide[..., :512], layout=pages, mask=causal(), function=over_records).assert_ok()
 
 
 def test_what_is_refused_names_what_would_work() -> None:

@@ -11,7 +11,7 @@ from saccade.backends.key_lists import gathers, tokens_of_rows
 from saccade.backends.key_lists import refusals as refused_lists
 from saccade.call import Call
 from saccade.call.call import Arrivals
-from saccade.call.spec import EIGHT_BIT_WORDS, Spec
+from saccade.call.spec import EIGHT_BIT_WORDS, RECORDS, Spec
 from saccade.masks import KINDS as MASKS
 from saccade.scores import Traced
 from saccade.util import hardware
@@ -25,11 +25,12 @@ SUPPORT = Support(
     scores=(ANY_SCORE,),
     flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "latent", "aligned"),
     max_d=256,
+    kv=(RECORDS,),
     wider=(("latent", *limits.DIMS),),
     multiple_of=8,
     needs=("aligned",),
 )
-GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), layouts=("dense", "padded", "packed"))
+GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), kv=(), layouts=("dense", "padded", "packed"))
 
 WAITS_FOR_KEYS = True
 """Whether the forward takes `arrivals`."""

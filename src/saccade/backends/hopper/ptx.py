@@ -78,6 +78,35 @@ def unpack_quads(x):
 
 
 @gluon.jit
+def bf16_parts(x):
+    """float32 as a sum of two bfloat16, each twice in an int32."""
+    text: gl.constexpr = (
+        "{ .reg .f32 high, low; cvt.rn.bf16x2.f32 $0, $2, $2; shl.b32 high, $0, 16; sub.f32 low, $2, high; "
+        "cvt.rn.bf16x2.f32 $1, low, low; }"
+    )
+    return gl.inline_asm_elementwise(text, "=&r,=r,f", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def widened(x, high, low):
+    """Numbers of e4m3, four in each int32 [M, N], times their row's factor [M] in `bf16_parts`: as bfloat16, two in
+    each int32 [M, 2 N].
+
+    e4m3 has the form of the upper bits of a bfloat16, but for its exponent, which counts from 120 less.
+    """
+    text: gl.constexpr = (
+        "{ .reg .b32 high, low, a, b, c, d; shr.u32 high, $2, 4; and.b32 high, high, 0x07070707; "
+        "lop3.b32 high, $2, 0x80808080, high, 0xea; shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0; "
+        "prmt.b32 a, low, high, 0x5140; prmt.b32 b, low, high, 0x7362; "
+        "mov.b32 c, 0x7b807b80; mul.rn.bf16x2 a, a, c; mul.rn.bf16x2 b, b, c; "
+        "mul.rn.bf16x2 c, a, $4; mul.rn.bf16x2 d, b, $4; fma.rn.bf16x2 $0, a, $3, c; fma.rn.bf16x2 $1, b, $3, d; }"
+    )
+    given = [x, high[:, None], low[:, None]]
+    even, odd = gl.inline_asm_elementwise(text, "=&r,=r,r,r,r", given, dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+    return gl.join(even, odd).reshape([x.shape[0], 2 * x.shape[1]])
+
+
+@gluon.jit
 def fast_log2(x):
     """To 22 bits, in one instruction."""
     return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

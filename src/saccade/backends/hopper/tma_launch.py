@@ -32,6 +32,7 @@ ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
+    torch.int32: gl.int32,
 }
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 

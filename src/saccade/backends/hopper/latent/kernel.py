@@ -35,7 +35,6 @@ from saccade.backends.hopper.latent.load import (
     TILES,
     WHOLE,
     Seesaw,
-    gathers,
     load,
     row_of,
     row_tile,
@@ -197,7 +196,7 @@ def two_tiles(c: gl.constexpr, pipe, tiles, state, n):
 def score_rows(args, rule, rows, number, used, keys):
     """Returns the ScoreRows of a part."""
     ROWS: gl.constexpr = args.shape.ROWS
-    layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.k_desc.dtype))
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(64, args.q_desc.dtype))
     b, row = row_of(args, number, rows.row)
     # [64]
     i = gl.arange(0, 64, layout)
@@ -315,6 +314,8 @@ class LatentShape(NamedTuple):
     """of the 64 rows those of one head"""
     LISTED: Any
     """whether each row, or group of ROWS rows, is a sequence, with slots of its own"""
+    RECORDS: Any
+    """whether keys are records of bytes, which the producer widens"""
     REGISTERS: Any
     LOADER_REGISTERS: Any
 
@@ -364,13 +365,13 @@ def latent_kernel(
     page_size, 576) in boxes; cache: the same as TensorArgs where rows are gathered. A program for each tile of
     rows and each line.
     """
-    DTYPE: gl.constexpr = k_desc.dtype
+    DTYPE: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = shape.ROWS
     args = LatentArgs(
         q_desc, k_desc, cache, out, lse, max_scores, parts, part_lse, part_max, used_q, used_k, pages, schedule, mask,
         score, sink, tiles, blocks, h_k, group, s_q, s_k, scale, shape,
     )  # fmt: skip
-    GATHERS: gl.constexpr = gathers(pages.size)
+    GATHERS: gl.constexpr = cache is not None
     CHUNKS: gl.constexpr = 2 * HALF + 1
     q_tiles = gl.allocate_shared_memory(DTYPE, [CHUNKS, 1, 1, 64 // ROWS, ROWS, 64], q_desc.layout)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], DTYPE)
@@ -382,7 +383,7 @@ def latent_kernel(
         Slots(q_tiles, records, new_barriers(1, 1), new_barriers(1, 2), 1, RECORD, CHUNKS),
         latent,
         rest,
-        new_barriers(4, 128) if GATHERS else new_barriers(5, 1),
+        new_barriers(4, 128) if GATHERS and not shape.RECORDS else new_barriers(5, 1),
         gl.allocate_shared_memory(gl.float32, [2, 64], ROWWISE),
         gl.allocate_shared_memory(gl.float32, [2, 64], ROWWISE),
         gl.allocate_shared_memory(gl.float32, [4, 64], ROWWISE),

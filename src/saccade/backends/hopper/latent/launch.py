@@ -23,7 +23,7 @@ from saccade.backends.hopper.forward import load
 from saccade.backends.hopper.forward.launch import score_args
 from saccade.backends.hopper.latent import limits
 from saccade.backends.hopper.latent.kernel import LatentShape, latent_kernel
-from saccade.backends.hopper.latent.load import Schedule, gathers, merge_kernel, schedule_kernel
+from saccade.backends.hopper.latent.load import Schedule, merge_kernel, schedule_kernel
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call, aligned
 from saccade.layouts import SlotRows
@@ -83,6 +83,8 @@ def forward(call: Call, launches: Launches, lse: bool = True) -> Outputs:
             call = call.replace(mask=None)
             if isinstance(layout, SlotRows):  # one batch row, in which rows are neighbours
                 call, out = call.replace(q=call.q.transpose(0, 2)), out.transpose(0, 2)
+        if cache.dtype == torch.uint8:  # words of records
+            cache = cache.view(torch.int32)
         call, q = tabulated(call, launches), call.q
         cut = launches.get("latent cut")
         if cut is None:
@@ -167,7 +169,8 @@ def arguments(
 ) -> tuple[Any, ...]:
     """What the kernel takes between its descriptors and the numbers; results: out, lse, max_scores, the parts of all
     three, the sink."""
-    gathered = TensorArgs.of(cache) if gathers(cache.shape[2]) else None
+    # Bulk copies would be of fewer rows than are swizzled together, or of numbers that are to be widened.
+    gathered = TensorArgs.of(cache) if cache.shape[2] % 8 or cache.dtype == torch.int32 else None
     return gathered, *results, *spans, pages, schedule, mask, score
 
 
@@ -177,9 +180,11 @@ def prepare(call: Call, cut: Cut, cache: Tensor) -> TMALaunch:
     box = load.box_rows(cache.shape[2], BLOCK_K)
     shapes = [
         shape_of(q, (1, 1, 64 // cut.rows, cut.rows, 64), call.group),
-        shape_of(cache, (1, 1, box, 64)),
+        shape_of(cache, (1, 1, box, 128 // cache.element_size())),
     ]
     numbers = cut.tiles, cut.blocks, cache.shape[1], call.group, q.shape[2], cut.capacity
-    sizes = {"ROWS": cut.rows, "LISTED": cut.has_lists, "REGISTERS": 232, "LOADER_REGISTERS": 48}
+    records = cache.dtype == torch.int32
+    registers = {"REGISTERS": 216, "LOADER_REGISTERS": 72} if records else {"REGISTERS": 232, "LOADER_REGISTERS": 48}
+    sizes = {"ROWS": cut.rows, "LISTED": cut.has_lists, "RECORDS": records, **registers}
     constants = {"shape": LatentShape(**{name: tl.constexpr(value) for name, value in sizes.items()})}
     return TMALaunch(latent_kernel, (cut.tiles * cut.lines, 1, 1), shapes, numbers, constants, OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from saccade.backends.key_lists import row_lists_obstacle
 from saccade.call import Call
+from saccade.call.spec import RECORDS
 from saccade.layouts import SlotRows
 
 DIMS = 576, 512
@@ -30,11 +31,11 @@ def has_lists(call: Call) -> bool:
 
 def refusals(call: Call) -> list[str]:
     """Returns the reasons why the kernel does not run a call for which `applies` is true."""
-    layout, (d, d_v) = call.layout, DIMS
+    layout, (d, d_v), records = call.layout, DIMS, call.spec.kv == RECORDS
     reasons = []
     if (call.q.shape[3], call.v.shape[3]) != DIMS:
         reasons.append(f"takes head dims {d}/{d_v} for latent attention, not {call.q.shape[3]}/{call.v.shape[3]}")
-    if call.k.element_size() != 2:
+    if call.k.element_size() != 2 and not records:
         reasons.append(f"takes 16-bit operands for latent attention, not {call.k.dtype}")
     if layout.cu_seqlens_q is not None:
         reasons.append(
@@ -47,7 +48,7 @@ def refusals(call: Call) -> list[str]:
     if not layout.has_pages and (lacking := row_lists_obstacle(call)) is not None:
         reasons.append(f"takes latent attention without pages for {lacking}")
     rows, slots = call.q.shape[2] * call.group, isinstance(layout, SlotRows)
-    if rows < LEAST_ROWS and (layout.sequences < LEAST_LISTS if slots else not has_lists(call)):
+    if rows < LEAST_ROWS and not records and (layout.sequences < LEAST_LISTS if slots else not has_lists(call)):
         wanted = f"{LEAST_ROWS} query rows and more for each sequence and key head"
         wanted += f", or {LEAST_LISTS} rows of slots" if slots else ""
         reasons.append(f"takes latent attention of {wanted}, not {rows}")

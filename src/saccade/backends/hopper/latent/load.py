@@ -24,7 +24,7 @@ from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import finite, head, infinite, tile_range
 from saccade.backends.hopper.forward.load import load_pages, pages_of
 from saccade.backends.hopper.pipeline import Slots
-from saccade.backends.hopper.ptx import barrier_arrive, barrier_sync, opaque
+from saccade.backends.hopper.ptx import barrier_arrive, barrier_sync, bf16_parts, opaque, widened
 from saccade.backends.hopper.shim import Value, aggregate, copy_async, tma_load, view
 from saccade.backends.hopper.tiles import zero_tail
 
@@ -72,8 +72,8 @@ class Seesaw:
     def wait(self, n, stage: gl.constexpr, half: gl.constexpr):
         """A consumer waits until half of tile n has arrived."""
         mbarrier.wait(self.full.index(2 * stage + half), (n // 2) & 1)
-        if self.GATHERS:  # products read what bulk copies write; what threads write they see behind a fence
-            fence_async_shared()
+        if self.GATHERS and not self.shape.RECORDS:
+            fence_async_shared()  # products read what bulk copies write; what threads write they see behind a fence
 
     @gluon.jit
     def release(self, stage: gl.constexpr, half: gl.constexpr):
@@ -374,12 +374,6 @@ def row_tile(args):
     )
 
 
-@gluon.constexpr_function
-def gathers(page_size):
-    """constexpr: bulk copies would be of fewer rows than are swizzled together"""
-    return page_size % 8 != 0
-
-
 @gluon.jit
 def row_of(args, number, row):
     """Returns the batch row and the query row of a row of a sequence."""
@@ -481,8 +475,55 @@ def gather_half(pipe, n, pointers, there, half, REST: gl.constexpr):
     async_copy.mbarrier_arrive(pipe.full.index(2 * stage + half), increment_count=False)
 
 
-ROWS_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Of the rows that four warps gather: 16 bytes a thread."""
+# The numbers of a record of format "v3.2" are four to a word: 128 words of e4m3, 4 factors, and 32 words of bfloat16.
+FACTORS = gl.constexpr(128)
+LAST_COLUMNS = gl.constexpr(132)
+WIDE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+"""Of a chunk [64, 64] of 16-bit numbers as words [64, 32]."""
+
+
+@gluon.constexpr_function
+def rows_layout(records):
+    """Of rows that four warps read: 16 bytes a thread. Of records the threads of two rows are neighbours, so that what
+    they write, twice as many bytes, is in different banks."""
+    elements, lanes = ([1, 4], [8, 4]) if records else ([1, 8], [4, 8])
+    return gl.BlockedLayout(elements, lanes, [4, 1], [1, 0])
+
+
+@gluon.jit
+def words_at(pointers, there, first, COLUMNS: gl.constexpr):
+    """Returns words [64, COLUMNS] of records [64] from `first` on; zeros of those that are not there."""
+    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, pointers.type.layout.parent))
+    return gl.load(pointers[:, None] + column[None, :], mask=there[:, None], other=0)
+
+
+@gluon.jit
+def widen_tile(pipe, n, pointers, there):
+    """Fills a stage with the numbers of records [64]; chunks of words are loaded two ahead."""
+    own = n % 2
+    tiles = view(pipe.latent, [4 * HALF, 64, 32], WIDE_WORDS, gl.int32)
+    words = words_at(pointers, there, 64 * own, 16)
+    second = words_at(pointers, there, 64 * own + 16, 16)
+    for k in gl.static_range(2 * HALF):
+        half = own if k < HALF else 1 - own
+        third = words
+        if k + 2 < 2 * HALF:
+            first = 64 * (own if k + 2 < HALF else 1 - own)
+            third = words_at(pointers, there, first + 16 * ((k + 2) % HALF), 16)
+        if k % 2 == 0:
+            factor = gl.load(pointers + (FACTORS + 2 * half + k % HALF // 2), mask=there, other=0)
+            high, low = bf16_parts(factor.to(gl.float32, bitcast=True))
+        if k % HALF == 0:
+            pipe.claim(n, own, half)
+        tiles.index(opaque(HALF * (2 * own + half) + k % HALF)).store(widened(words, high, low))
+        if k == 2 * HALF - 1:
+            last = view(pipe.rest, [2, 64, 32], WIDE_WORDS, gl.int32)
+            last.index(own).store(words_at(pointers, there, LAST_COLUMNS, 32))
+        if k % HALF == HALF - 1:
+            fence_async_shared()
+            mbarrier.arrive(pipe.full.index(2 * own + half), count=1)
+        words = second
+        second = third
 
 
 @gluon.jit
@@ -492,7 +533,7 @@ def numbers_of(args, b, start, keys):
         return pages_of(args.pages, b, start, keys, 64)
     else:
         # [64]
-        kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
+        kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, rows_layout(args.shape.RECORDS)))
         table = args.pages.table + b.to(gl.int64) * plain_int(args.pages.stride)
         return gl.load(table + kv_idx // args.pages.size, mask=kv_idx < keys, other=0)
 
@@ -501,14 +542,17 @@ def numbers_of(args, b, start, keys):
 def gather_tile(args, pipe, h_k, page, n, start, keys):
     """Loads a stage as `load_tile` does, row by row."""
     # [64]
-    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, ROWS_LAYOUT))
+    kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, rows_layout(args.shape.RECORDS)))
     there = kv_idx < keys
     if args.shape.LISTED and args.shape.ROWS > 1:
         page = page >> args.shape.ROWS
     known = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1)
     pointers = head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
-    gather_half(pipe, n, pointers, there, n % 2, 0)
-    gather_half(pipe, n, pointers, there, 1 - n % 2, 1)
+    if args.shape.RECORDS:
+        widen_tile(pipe, n, pointers, there)
+    else:
+        gather_half(pipe, n, pointers, there, n % 2, 0)
+        gather_half(pipe, n, pointers, there, 1 - n % 2, 1)
 
 
 @gluon.jit
