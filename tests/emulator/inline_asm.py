@@ -183,6 +183,7 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
     (_wait("gpu", "0x400000", "st.global.s32 [$1], 0x3fffffff"), _always(_until)),
     (_wait("sys", "0x8000000", "trap"), _always(_until_copied)),
     (r"cp\.async\.bulk\.wait_group \d+; mov\.u32 \$0, 0;", _written),
+    (r"prefetch\.global\.L2 \[\$1\]; mov\.u32 \$0, 0;", _always(_nothing)),
     (r"fence\.acq_rel\.gpu; mov\.u32 \$0, 0;", _always(_nothing)),
 )
 

@@ -30,9 +30,11 @@ def features() -> Iterator[str]:
             "full",
             "causal",
             "causal gathered",
+            "causal records",
             "slots",
             "slots records",
             "shared",
+            "shared records",
             "selected",
             "selected groups",
             "schedule",
@@ -74,11 +76,11 @@ def compiled(row: GateRow) -> tuple[Any, int]:
             first, last = lists.made(call, {}, lists.empty_members(q.device))
             return warmed(*(last if listed == "groups" else first)), 0
         q, cache = q.transpose(0, 2), lists.cache
-        if "records" in row.words:
-            cache = torch.empty(256, 1, 1, 164, dtype=torch.int32)
         call = call.replace(q=q, mask=None, max_scores=True)
     else:
         call = Call.of_views(q, cache, cache[..., : row.d_v], layout, mask=mask)
+    if "records" in row.words:
+        cache = torch.empty(256, 1, cache.shape[2], 164, dtype=torch.int32)
     cut = launch.Cut.of(call, 132, lists)
     schedule, parts = launch.empty_schedule(call, cut), launch.empty_parts(call, cut)
     lse = TensorArgs.of(torch.empty(*q.shape[:3], 1))

@@ -261,6 +261,23 @@ def test_records(form: str, size: int, d: int) -> None:
     check(q, wide, wide[..., :512], layout=pages, mask=causal(), function=over_records).assert_ok()
 
 
+def test_numbers_of_records() -> None:
+    """Each byte of e4m3, times factors of all sizes, in the values of a row that sees one key; a byte that is NaN makes
+    all of a row's values NaN."""
+    cache = LatentCache(torch.zeros(1, 9, 656, dtype=torch.uint8, device="cuda"), "v3.2")
+    finite = torch.tensor([x for x in range(256) if x & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
+    cache.bytes[0, :8, :512] = finite[torch.arange(4096, device="cuda") % 254].view(8, 512)
+    cache.bytes[0, 8, 300] = 0xFF
+    factors = torch.tensor([2.0**-120, 1e-9, 1 / 448, 0.37, 1.0, 3.1, 777.7, 1e30, 1.0], device="cuda")
+    cache.bytes[0, :, 512:528] = factors[:, None].expand(9, 4).contiguous().view(torch.uint8)
+    layout = Paged(slots=torch.arange(9, device="cuda").view(9, 1, 1), seqused_k=torch.ones(9, 1, device="cuda").int())
+    q = torch.zeros(9, 1, 64, 576, dtype=torch.bfloat16, device="cuda")
+    out = attention(q, cache, cache, layout=layout, backend="gluon")
+    wanted = cache.rows(None, torch.bfloat16)[:8, None, None, :512].expand_as(out[:8])
+    torch.testing.assert_close(out[:8], wanted, rtol=2**-7, atol=0)
+    assert bool(out[8].isnan().all())
+
+
 def test_what_is_refused_names_what_would_work() -> None:
     cache, layout = cache_of([100, 50])
     q = torch.randn(2, 1, 16, 576, device="cuda").bfloat16()

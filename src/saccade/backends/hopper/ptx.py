@@ -92,14 +92,17 @@ def widened(x, high, low):
     """Numbers of e4m3, four in each int32 [M, N], times their row's factor [M] in `bf16_parts`: as bfloat16, two in
     each int32 [M, 2 N].
 
-    e4m3 has the form of the upper bits of a bfloat16, but for its exponent, which counts from 120 less.
+    e4m3 has the form of the upper bits of a bfloat16, but for its exponent, which counts from 120 less. Of its NaN that
+    makes 480, which 9/8 * 2^119 makes infinite, and 0 NaN then; of all else 0.
     """
     text: gl.constexpr = (
         "{ .reg .b32 high, low, a, b, c, d; shr.u32 high, $2, 4; and.b32 high, high, 0x07070707; "
         "lop3.b32 high, $2, 0x80808080, high, 0xea; shl.b32 low, $2, 4; and.b32 low, low, 0xf0f0f0f0; "
         "prmt.b32 a, low, high, 0x5140; prmt.b32 b, low, high, 0x7362; "
         "mov.b32 c, 0x7b807b80; mul.rn.bf16x2 a, a, c; mul.rn.bf16x2 b, b, c; "
-        "mul.rn.bf16x2 c, a, $4; mul.rn.bf16x2 d, b, $4; fma.rn.bf16x2 $0, a, $3, c; fma.rn.bf16x2 $1, b, $3, d; }"
+        "mov.b32 high, 0x7b107b10; mov.b32 low, 0; mul.rn.bf16x2 c, a, high; mul.rn.bf16x2 d, b, high; "
+        "mul.rn.bf16x2 c, c, low; mul.rn.bf16x2 d, d, low; fma.rn.bf16x2 c, a, $4, c; fma.rn.bf16x2 d, b, $4, d; "
+        "fma.rn.bf16x2 $0, a, $3, c; fma.rn.bf16x2 $1, b, $3, d; }"
     )
     given = [x, high[:, None], low[:, None]]
     even, odd = gl.inline_asm_elementwise(text, "=&r,=r,r,r,r", given, dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
@@ -233,6 +236,14 @@ def add_one(counter):
         "@chosen red.global.relaxed.gpu.add.u32 [$1], 1; mov.b32 $0, 0; }"
     )
     address = counter.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def to_l2(pointers):
+    """Begins to bring lines of global memory to the L2 cache."""
+    text: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    address = pointers.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -24,7 +24,7 @@ from saccade.backends.device.records import plain_int
 from saccade.backends.device.tiles import finite, head, infinite, tile_range
 from saccade.backends.hopper.forward.load import load_pages, pages_of
 from saccade.backends.hopper.pipeline import Slots
-from saccade.backends.hopper.ptx import barrier_arrive, barrier_sync, bf16_parts, opaque, widened
+from saccade.backends.hopper.ptx import barrier_arrive, barrier_sync, bf16_parts, opaque, to_l2, widened
 from saccade.backends.hopper.shim import Value, aggregate, copy_async, tma_load, view
 from saccade.backends.hopper.tiles import zero_tail
 
@@ -476,6 +476,7 @@ def gather_half(pipe, n, pointers, there, half, REST: gl.constexpr):
 
 
 # The numbers of a record of format "v3.2" are four to a word: 128 words of e4m3, 4 factors, and 32 words of bfloat16.
+RECORD = gl.constexpr(164)
 FACTORS = gl.constexpr(128)
 LAST_COLUMNS = gl.constexpr(132)
 WIDE_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -491,6 +492,14 @@ def rows_layout(records):
 
 
 @gluon.jit
+def prefetch(pointers, N: gl.constexpr):
+    """Brings rows [64] of N words to the L2 cache."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    word = gl.minimum(gl.arange(0, 8, gl.SliceLayout(0, layout)) * 24, N - 1)
+    to_l2(gl.convert_layout(pointers, gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + word[None, :])
+
+
+@gluon.jit
 def words_at(pointers, there, first, COLUMNS: gl.constexpr):
     """Returns words [64, COLUMNS] of records [64] from `first` on; zeros of those that are not there."""
     column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, pointers.type.layout.parent))
@@ -499,10 +508,16 @@ def words_at(pointers, there, first, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def widen_tile(pipe, n, pointers, there):
-    """Fills a stage with the numbers of records [64]; chunks of words are loaded two ahead."""
+    """Fills a stage with the numbers of records [64]. Words are loaded two chunks ahead, and factors before all."""
     own = n % 2
     tiles = view(pipe.latent, [4 * HALF, 64, 32], WIDE_WORDS, gl.int32)
     words = words_at(pointers, there, 64 * own, 16)
+    factors = (
+        gl.load(pointers + (FACTORS + 2 * own), mask=there, other=0),
+        gl.load(pointers + (FACTORS + 2 * own + 1), mask=there, other=0),
+        gl.load(pointers + (FACTORS + 2 - 2 * own), mask=there, other=0),
+        gl.load(pointers + (FACTORS + 3 - 2 * own), mask=there, other=0),
+    )
     second = words_at(pointers, there, 64 * own + 16, 16)
     for k in gl.static_range(2 * HALF):
         half = own if k < HALF else 1 - own
@@ -510,20 +525,20 @@ def widen_tile(pipe, n, pointers, there):
         if k + 2 < 2 * HALF:
             first = 64 * (own if k + 2 < HALF else 1 - own)
             third = words_at(pointers, there, first + 16 * ((k + 2) % HALF), 16)
+        elif k + 2 == 2 * HALF:
+            third = words_at(pointers, there, LAST_COLUMNS, 32)
         if k % 2 == 0:
-            factor = gl.load(pointers + (FACTORS + 2 * half + k % HALF // 2), mask=there, other=0)
-            high, low = bf16_parts(factor.to(gl.float32, bitcast=True))
+            high, low = bf16_parts(factors[k // 2].to(gl.float32, bitcast=True))
         if k % HALF == 0:
             pipe.claim(n, own, half)
         tiles.index(opaque(HALF * (2 * own + half) + k % HALF)).store(widened(words, high, low))
-        if k == 2 * HALF - 1:
-            last = view(pipe.rest, [2, 64, 32], WIDE_WORDS, gl.int32)
-            last.index(own).store(words_at(pointers, there, LAST_COLUMNS, 32))
-        if k % HALF == HALF - 1:
-            fence_async_shared()
-            mbarrier.arrive(pipe.full.index(2 * own + half), count=1)
         words = second
         second = third
+        if k % HALF == HALF - 1:
+            if k == 2 * HALF - 1:
+                view(pipe.rest, [2, 64, 32], WIDE_WORDS, gl.int32).index(own).store(words)
+            fence_async_shared()
+            mbarrier.arrive(pipe.full.index(2 * own + half), count=1)
 
 
 @gluon.jit
@@ -539,15 +554,20 @@ def numbers_of(args, b, start, keys):
 
 
 @gluon.jit
-def gather_tile(args, pipe, h_k, page, n, start, keys):
-    """Loads a stage as `load_tile` does, row by row."""
-    # [64]
+def rows_at(args, h_k, page, start):
+    """Returns pointers [64] to the rows of a tile, from the pages of `numbers_of`."""
     kv_idx = start + gl.arange(0, 64, gl.SliceLayout(1, rows_layout(args.shape.RECORDS)))
-    there = kv_idx < keys
     if args.shape.LISTED and args.shape.ROWS > 1:
         page = page >> args.shape.ROWS
     known = gl.minimum(gl.maximum(page, 0), plain_int(args.pages.count) - 1)
-    pointers = head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
+    return head(args.cache, known.to(gl.int64), h_k, (kv_idx % args.pages.size).to(gl.int64))
+
+
+@gluon.jit
+def gather_tile(args, pipe, h_k, page, n, start, keys):
+    """Loads a stage as `load_tile` does, row by row."""
+    pointers = rows_at(args, h_k, page, start)
+    there = start + gl.arange(0, 64, pointers.type.layout) < keys
     if args.shape.RECORDS:
         widen_tile(pipe, n, pointers, there)
     else:
@@ -582,12 +602,16 @@ def load(args, pipe):
         first, tiles, keys, tile = open_part(args, pipe, rows, number, tile, begin, stop, drawn)
         begun = gl.minimum(tiles, 2) - 1  # stages are free sooner than the slot of the queries
         page = numbers_of(args, number, first * 64, keys)
+        following = numbers_of(args, number, first * 64 + 64, keys)
         for j in range(tiles):
             start = (first + j) * 64
-            # A tile ahead: a load takes as long as half of a tile's products.
-            following = numbers_of(args, number, start + 64, keys)
+            # Numbers come two tiles ahead, and records a tile ahead, to the L2 cache: loads take as long as products.
+            later = numbers_of(args, number, start + 128, keys)
+            if args.shape.RECORDS:
+                prefetch(rows_at(args, rows.h_k, following, start + 64), RECORD)
             tails = load_tile(args, pipe, rows.h_k, page, n, start, keys, tails)
             page = following
+            following = later
             n += 1
             if j == begun:
                 load_queries(args, pipe, rows, number, drawn)
