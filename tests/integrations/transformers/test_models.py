@@ -397,6 +397,23 @@ def test_shapes_alone(kind, made):
     assert logits.shape == (3, 9, 64)
 
 
+@pytest.mark.skipif(not FIVE, reason="this model of transformers 4 asks nothing of its mask")
+def test_a_model_that_loses_the_mask(made, monkeypatch):
+    """Doge passes a mask of its own, and leaves out transformers' where that is a BlockMask."""
+    monkeypatch.setitem(MODELS, "doge", {})
+    model = made("doge", NAME)
+    with pytest.raises(ValueError, match=r'DogeAttention passes a mask of its own.*"sdpa" or "eager"'):
+        model(TOKENS, use_cache=False)
+
+
+@pytest.mark.skipif(not FIVE, reason="these models of transformers 4 make their own masks")
+@pytest.mark.parametrize("name", ["bloom", "xglm"])
+def test_models_that_work_on_the_mask_themselves(name, made, monkeypatch):
+    monkeypatch.setitem(MODELS, name, {"d_model": 64, "attention_heads": 4} if name == "xglm" else {})
+    with pytest.raises(NotImplementedError, match="this model works on its mask by itself"):
+        made(name, NAME)(TOKENS, attention_mask=PADDED["left"], use_cache=False)
+
+
 def test_saved_and_loaded_by_name(made, tmp_path):
     made("llama").save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)

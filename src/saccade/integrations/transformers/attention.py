@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from saccade import masks, scores
 from saccade.api import attention
-from saccade.integrations.transformers.mask import StructuredMask
+from saccade.integrations.transformers.mask import StructuredMask, attention_mask_of
 from saccade.layouts import Packed, Paged
 from saccade.masks import Mask
+from saccade.ops.kv_cache import append_kv
 
 if TYPE_CHECKING:
     from saccade.distributed import ContextPlan
-import inspect
-from collections.abc import Callable
-from importlib import import_module
-
-from saccade.integrations.transformers.mask import attention_mask_of
-from saccade.ops.kv_cache import append_kv
 
 REFUSED = frozenset(("head_mask", "layer_head_mask", "indices", "block_indices", "sinks"))
 """Keywords that would change the result."""
@@ -78,6 +77,8 @@ def attention_forward(
             cu_seq_lens_k without cu_seq_lens_q.
     """
     _refuse(others, cache, cu_seq_lens_q)
+    if isinstance(attention_mask, Tensor):
+        _refuse_lost_masks(module, attention_mask)
     if cu_seq_lens_k is not None and cu_seq_lens_q is None:
         raise ValueError("cu_seq_lens_k has the offsets of the keys alone: pass cu_seq_lens_q too")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -134,6 +135,20 @@ def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
         raise ValueError(f"a cache ({type(cache).__name__}) is for sequences end to end: give cu_seq_lens_q")
     if cache is None and others.get("block_table") is not None:
         raise ValueError("block_table says where the keys are in a cache, which is None")
+
+
+def _refuse_lost_masks(module: torch.nn.Module, mask: Tensor) -> None:
+    """A model that asks whether its mask is a BlockMask may go on without it: what it passes then lacks all of that.
+
+    Raises:
+        ValueError: a layer whose code knows BlockMasks.
+    """
+    kind = type(module)
+    if hasattr(sys.modules.get(kind.__module__), "BlockMask"):
+        raise ValueError(
+            f"{kind.__name__} passes a mask of its own, {tuple(mask.shape)}, and not the one that transformers made: "
+            'use attn_implementation="sdpa" or "eager"'
+        )
 
 
 def _dense_mask(

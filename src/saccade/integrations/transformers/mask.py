@@ -249,10 +249,13 @@ class StructuredMask(BlockMask):
         moved = masks.from_tensors(self.mask.identity, list(self.mask.ints), tensors, list(self.mask.floats))
         return StructuredMask(moved, self.size_of_mask, self.padded)
 
-    def __getitem__(self, index: Any) -> StructuredMask:
+    def size(self, *arguments: Any) -> Any:
         raise NotImplementedError(
-            f'{self!r} cannot be indexed: this model slices its mask, which needs attn_implementation="sdpa" or "eager"'
+            f"{self!r} is no tensor, but this model works on its mask by itself: use attn_implementation="
+            '"sdpa" or "eager"'
         )
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = __invert__ = size
 
     def __repr__(self) -> str:
         return f"StructuredMask({self.mask!r}, {self.size_of_mask})"
