@@ -397,7 +397,6 @@ def test_shapes_alone(kind, made):
     assert logits.shape == (3, 9, 64)
 
 
-@pytest.mark.skipif(not FIVE, reason="this model of transformers 4 asks nothing of its mask")
 def test_a_model_that_loses_the_mask(made, monkeypatch):
     """Doge passes a mask of its own, and leaves out transformers' where that is a BlockMask."""
     monkeypatch.setitem(MODELS, "doge", {})

@@ -160,7 +160,8 @@ def bounds(window_size: Any) -> tuple[int | None, int | None]:
     if isinstance(window_size, Tensor) and window_size.shape == (2,):
         window_size = window_size.tolist()
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size is (left, right), got {arguments.describe(window_size)}")
+        got = window_size if isinstance(window_size, (tuple, list)) else arguments.describe(window_size)
+        raise TypeError(f"window_size is (left, right), got {got}")
     left, right = (
         None if bound is None or arguments.integer("window_size", bound, least=None) < 0 else bound
         for bound in window_size
