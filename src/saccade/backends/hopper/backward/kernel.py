@@ -185,9 +185,9 @@ class Consumer:
         # [64, BLOCK_DV]
         v = parts_of(own_rows(c, shared.v_tiles, self.v_slot), shared.DV_LAST)
         # [BLOCK_Q, BLOCK_D]
-        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]])
+        q = parts_of(shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]]), shared.D_LAST)
         # [BLOCK_Q, BLOCK_DV]
-        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]])
+        dout = parts_of(shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]]), shared.DV_LAST)
         # s and p: [64, BLOCK_Q]
         if FOLD:
             s = issue_product(k, q, tile.start(neg_lse, zero), True)

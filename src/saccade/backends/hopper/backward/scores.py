@@ -48,26 +48,21 @@ def parts_of(x, LAST: gl.constexpr):
 
 @gluon.jit
 def issue_product(a, b, start, use_acc: gl.constexpr):
-    """Starts a b^T, added to `start`, of the parts of [64, columns], in registers or not, and [N, columns]."""
+    """Starts a b^T of the parts of [64, columns], in registers or not, and of [N, columns], added to `start`."""
     x = start
     for i in gl.static_range(len(a)):
-        columns = b.slice(i * a[0].shape[1], a[i].shape[1], 1)
-        x = warpgroup_mma(a[i], columns.permute((1, 0)), x, use_acc=use_acc or i > 0, is_async=True)
+        x = warpgroup_mma(a[i], b[i].permute((1, 0)), x, use_acc=use_acc or i > 0, is_async=True)
     return x
 
 
 @gluon.jit
 def issue_sums(a, b, sums):
-    """Starts sums += a b, part by part; a [64, N] in registers, b [N, columns]."""
-    if len(sums) == 1:
-        a = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
-        return (warpgroup_mma(a, b, sums[0], is_async=True),)
-    else:
-        FIRST: gl.constexpr = sums[0].shape[1]
-        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[0].type.layout, 2))
-        first = warpgroup_mma(left, b.slice(0, FIRST, 1), sums[0], is_async=True)
-        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[1].type.layout, 2))
-        return first, warpgroup_mma(left, b.slice(FIRST, sums[1].shape[1], 1), sums[1], is_async=True)
+    """Starts sums += a b, part by part; a [64, N] in registers, and the parts of b [N, columns]."""
+    started = ()
+    for i in gl.static_range(len(sums)):
+        left = gl.convert_layout(a, gl.DotOperandLayout(0, sums[i].type.layout, 2))
+        started = started + (warpgroup_mma(left, b[i], sums[i], is_async=True),)  # noqa: RUF005 - Triton has no starred tuples
+    return started
 
 
 # What the backward's kernels take: records that the host fills, and what all warps of a program know.

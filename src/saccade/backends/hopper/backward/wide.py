@@ -36,7 +36,14 @@ from saccade.backends.hopper.backward.pipeline import (
     DSExchange,
     PDSExchange,
 )
-from saccade.backends.hopper.backward.scores import BackwardArgs, ScoreTile, bounds_of_rows, spread
+from saccade.backends.hopper.backward.scores import (
+    BackwardArgs,
+    ScoreTile,
+    bounds_of_rows,
+    issue_product,
+    issue_sums,
+    spread,
+)
 from saccade.backends.hopper.backward.tile_scheduler import find_kv_block
 from saccade.backends.hopper.dropout import score_gradient
 from saccade.backends.hopper.pipeline import Ring, new_barriers, new_ring
@@ -60,12 +67,6 @@ BLOCK = gl.constexpr(64)
 def first_part(d):
     """Columns of the first of two parts of d, or all of them: tiles have powers of two."""
     return 128 if d == 192 else d
-
-
-@gluon.constexpr_function
-def products(d):
-    """How many products of warps one over d columns is."""
-    return 2 if d == 192 else 1
 
 
 @gluon.constexpr_function
@@ -115,34 +116,12 @@ def zeros(D: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(
-    tiles, other, stage, start, D: gl.constexpr, ONTO: gl.constexpr, KEY: gl.constexpr = 0, ROW: gl.constexpr = 0
-):
-    """Starts x y^T [64, N], onto `start` if ONTO; x is 64 keys of `tiles` from KEY on, and y N rows of a stage of
-    `other` from ROW on."""
-    N: gl.constexpr = start.shape[1]
+def parts(tiles, stage, D: gl.constexpr, ROW: gl.constexpr = 0, N: gl.constexpr = BLOCK):
+    """The parts of N rows, from ROW on, of the tile [rows, D] in a stage, a tuple."""
     WIDE: gl.constexpr = first_part(D)
-    x = part(tiles, 0, D, 0, WIDE).slice(KEY, BLOCK, 0)
-    y = part(other, stage, D, 0, WIDE).slice(ROW, N, 0)
-    s = warpgroup_mma(x, y.permute((1, 0)), start, use_acc=ONTO, is_async=True)
+    wide = part(tiles, stage, D, 0, WIDE).slice(ROW, N, 0)
     if WIDE < D:
-        x = part(tiles, 0, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0)
-        y = part(other, stage, D, WIDE, D - WIDE).slice(ROW, N, 0)
-        s = warpgroup_mma(x, y.permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def issue_sum(x, tiles, stage, acc, D: gl.constexpr, ROW: gl.constexpr = 0):
-    """Starts acc += x y, part by part; x [64, N] in registers, y N rows of a stage of `tiles` from ROW on."""
-    N: gl.constexpr = x.shape[1]
-    WIDE: gl.constexpr = first_part(D)
-    operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[0].type.layout, 2))
-    wide = warpgroup_mma(operand, part(tiles, stage, D, 0, WIDE).slice(ROW, N, 0), acc[0], is_async=True)
-    if WIDE < D:
-        operand = gl.convert_layout(x, gl.DotOperandLayout(0, acc[1].type.layout, 2))
-        y = part(tiles, stage, D, WIDE, D - WIDE).slice(ROW, N, 0)
-        return wide, warpgroup_mma(operand, y, acc[1], is_async=True)
+        return wide, part(tiles, stage, D, WIDE, D - WIDE).slice(ROW, N, 0)
     else:
         return (wide,)
 
@@ -203,12 +182,14 @@ class WideConsumer:
         tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK, self.kv_idx, bounds, MASKED, ())
         zero = gl.zeros([BLOCK, BLOCK], gl.float32, SCORES)
         stage = n % 2
+        k = parts(shared.k_tiles, 0, self.D)
         # s and p: [64, 64]
         if FOLD:
-            s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, tile.start(neg_lse, zero), self.D, True)
+            start = tile.start(neg_lse, zero)
+            s = issue_product(k, parts(shared.q_ring.tiles, stage, self.D), start, True)
         else:
             shared.q_ring.wait(n)
-            s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, zero, self.D, False)
+            s = issue_product(k, parts(shared.q_ring.tiles, stage, self.D), zero, False)
         s = warpgroup_mma_wait(0, [s])
         p = tile.weights(s, shared.neg_lse.index(stage), ())
         shared.q_ring.release(n)
@@ -219,7 +200,7 @@ class WideConsumer:
         shared.exchange.give_p(to_register_order(p))
         dq = self.issue_dq(n - 1)
         shared.dout_ring.wait(n)
-        dv = issue_sum(weights, shared.dout_ring.tiles, stage, dv, self.D_V)
+        dv = issue_sums(weights, parts(shared.dout_ring.tiles, stage, self.D_V), dv)
         dq = warpgroup_mma_wait(len(dv), [dq])
         self.add_dq(dq, n - 1)
         if FOLD:
@@ -238,10 +219,12 @@ class WideConsumer:
         stage = shared.dout_ring.wait(n)
         # dp and ds: [64, 64]
         delta = shared.neg_delta.index(stage).load(gl.SliceLayout(0, SCORES))
+        v = parts(shared.v_tiles, 0, self.D_V)
+        dout = parts(shared.dout_ring.tiles, stage, self.D_V)
         if self.dropout is None:
-            dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, spread(delta, zero), self.D_V, True)
+            dp = issue_product(v, dout, spread(delta, zero), True)
         else:
-            dp = issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, self.D_V, False)
+            dp = issue_product(v, dout, zero, False)
         dp = warpgroup_mma_wait(0, [dp])
         shared.dout_ring.release(n)
         order: gl.constexpr = to_register_order(zero).type.layout
@@ -252,7 +235,7 @@ class WideConsumer:
         shared.exchange.give_ds(n, ds)
         dq = self.issue_dq(n)
         shared.q_ring.wait(n)
-        dk = issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D)
+        dk = issue_sums(ds, parts(shared.q_ring.tiles, stage, self.D), dk)
         dq = warpgroup_mma_wait(len(dk), [dq])
         self.add_dq(dq, n)
         dk = wait_for_sums(0, dk)
@@ -264,10 +247,9 @@ class WideConsumer:
 def store(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr, KEY: gl.constexpr = 0):
     """Stores factor acc [64, D] of the keys from KEY on in global memory, by way of these rows of a stage of `tiles`; x
     as `store_keys` takes it."""
-    WIDE: gl.constexpr = first_part(D)
-    part(tiles, stage, D, 0, WIDE).slice(KEY, BLOCK, 0).store((acc[0] * factor).to(tiles.dtype))
-    if WIDE < D:
-        part(tiles, stage, D, WIDE, D - WIDE).slice(KEY, BLOCK, 0).store((acc[1] * factor).to(tiles.dtype))
+    target = parts(tiles, stage, D, KEY)
+    for i in gl.static_range(len(acc)):
+        target[i].store((acc[i] * factor).to(tiles.dtype))
     fence_async_shared()
     for i in gl.static_range(D // BLOCK):
         tile = tiles.index(stage * slots(D) + i).slice(KEY, BLOCK, 2)
@@ -277,7 +259,9 @@ def store(desc, x, acc, factor, block, tiles, stage, D: gl.constexpr, KEY: gl.co
 
 
 @gluon.jit
-def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr):
+def consume_for_dv(
+    c: gl.constexpr, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr
+):
     """The first consumer: p, dv, and the first columns of every dq."""
     # [64, D_V]
     dv = zeros(D_V)
@@ -307,7 +291,9 @@ def consume_for_dv(dv_desc, packed, dq_accum, shared, block, args, D: gl.constex
 
 
 @gluon.jit
-def consume_for_dk(dk_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr):
+def consume_for_dk(
+    c: gl.constexpr, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D: gl.constexpr, D_V: gl.constexpr
+):
     """The second consumer: ds, dk, and the other columns of every dq."""
     # [64, D]
     dk = zeros(D)
@@ -355,8 +341,10 @@ class TallConsumer:
         zero = gl.zeros([BLOCK, 32], gl.float32, HALF)
         neg_lse = shared.neg_lse.index(stage).slice(ROW, 32, 0).load(gl.SliceLayout(0, HALF))
         start = tile.start(neg_lse, zero)
-        s = issue_scores(shared.k_tiles, shared.q_ring.tiles, stage, start, self.D, True, KEY, ROW)
-        return s, issue_scores(shared.v_tiles, shared.dout_ring.tiles, stage, zero, self.D_V, False, KEY, ROW)
+        k = parts(shared.k_tiles, 0, self.D, KEY)
+        v = parts(shared.v_tiles, 0, self.D_V, KEY)
+        s = issue_product(k, parts(shared.q_ring.tiles, stage, self.D, ROW, 32), start, True)
+        return s, issue_product(v, parts(shared.dout_ring.tiles, stage, self.D_V, ROW, 32), zero, False)
 
     @gluon.jit
     def add_half(self, dk, dv, s, dp, n, ROW: gl.constexpr):
@@ -366,7 +354,7 @@ class TallConsumer:
         stage = n % 2
         # Not what dp starts from: ptxas would wait for s then.
         delta = shared.neg_delta.index(stage).slice(ROW, 32, 0).load(gl.SliceLayout(0, HALF))
-        s = warpgroup_mma_wait(products(self.D_V), [s])
+        s = warpgroup_mma_wait(len(dv), [s])
         p = gl.exp2(s * (self.args.scale * LOG2E))
         dp = warpgroup_mma_wait(0, [dp])
         ds = (p * (dp + gl.expand_dims(delta, 0))).to(DTYPE)
@@ -374,8 +362,8 @@ class TallConsumer:
         if ROW > 0:
             fence_async_shared()
             shared.exchange.give(self.c, n)
-        dv = issue_sum(p.to(DTYPE), shared.dout_ring.tiles, stage, dv, self.D_V, ROW)
-        return issue_sum(ds, shared.q_ring.tiles, stage, dk, self.D, ROW), dv
+        dv = issue_sums(p.to(DTYPE), parts(shared.dout_ring.tiles, stage, self.D_V, ROW, 32), dv)
+        return issue_sums(ds, parts(shared.q_ring.tiles, stage, self.D, ROW, 32), dk), dv
 
     @gluon.jit
     def step(self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr):
@@ -386,7 +374,7 @@ class TallConsumer:
         shared = self.shared
         shared.dout_ring.wait(n)
         # The second half starts while the first one's sums are computed; with a mask there are no registers for that.
-        FLYING: gl.constexpr = 0 if MASKED else products(self.D) + products(self.D_V)
+        FLYING: gl.constexpr = 0 if MASKED else len(dk) + len(dv)
         s, dp = self.issue_half(n, h, q_block, 0, MASKED)
         dk, dv = self.add_half(dk, dv, s, dp, n, 0)
         if not MASKED:
@@ -490,21 +478,15 @@ def wide_backward_kernel(
     )
     block = find_kv_block(kv_blocks, gl.program_id(0), scheduler, dq_semaphore is not None)
     start_next()
-    if BLOCK_K == BLOCK:
-        gl.warp_specialize([
-            (consume_for_dk, (dk_desc, packed, dq_accum, shared, block, args, D, D_V)),
-            (consume_for_dv, (dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
-            (load, (
-                q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
-                BLOCK, D // BLOCK, D_V // BLOCK,
-            )),
-        ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume_keys, (0, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
-            (consume_keys, (1, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V)),
-            (load, (
-                q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
-                BLOCK, D // BLOCK, D_V // BLOCK,
-            )),
-        ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (consume_keys if BLOCK_K > BLOCK else consume_for_dk, (
+            0, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V,
+        )),
+        (consume_keys if BLOCK_K > BLOCK else consume_for_dv, (
+            1, dk_desc, dv_desc, packed, dq_accum, shared, block, args, D, D_V,
+        )),
+        (load, (
+            q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, shared, block, args,
+            BLOCK, D // BLOCK, D_V // BLOCK,
+        )),
+    ], [4, 1], [CONSUMER_REGISTERS, OTHER_REGISTERS])  # fmt: skip
