@@ -146,7 +146,7 @@ def test_wrong_calls():
         LatentCache(x.transpose(0, 1), "v3.2")
     cache, layout = LatentCache(x, "v3.2"), Paged(slots=torch.zeros(3, 2).int(), seqused_k=torch.ones(3).int())
     q = torch.randn(3, 4, 576)
-    with pytest.raises(TypeError, match="pass it as k and as v"):
+    with pytest.raises(TypeError, match="pass the same object as k and as v"):
         attention(q, cache, torch.randn(2, 4, 1, 512), layout=layout)
     with pytest.raises(ValueError, match="one head dim"):
         attention(q[..., :512], cache, cache, layout=layout)

@@ -441,7 +441,7 @@ def test_wrong_kernels_are_rejected(name):
 
 
 class Unchecked(Selected):
-    def check(self, keys, starts, lengths):
+    def check(self, keys, rows, starts, lengths):
         pass
 
 
@@ -616,6 +616,29 @@ def test_lists_after_the_last_sequence_are_not_read():
     lengths[0, 2] = 99
     with pytest.raises(ValueError, match="lengths must be from 0 to the 2 entries of a list, got 99"):
         attention(q, q, q, mask=selected(lists, lengths), layout=layout)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed", "pages"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_lists_of_padding_rows_are_not_read(form, shared):
+    """Of two batch rows with three and four rows in use, in lists of two rows; of a list for both the longer counts."""
+    used, keys, cache = torch.tensor([3, 4]), torch.tensor([5, 7]), torch.randn(2, 7, 1, 4)
+    lists, lengths = (
+        torch.tensor([0, 4]).expand(1 if shared else 2, 1, 3, 2).clone(),
+        torch.full((1 if shared else 2, 1, 3), 2),
+    )
+    lists[:, :, 2], lengths[:, :, 2] = 3, 99
+    q, starts = torch.randn(2, 6, 1, 4), torch.tensor([0, 3, 7])
+    if form == "padded":
+        given, layout = (q, cache, cache), Dense("bshd", used, keys)
+    elif form == "packed":
+        given, layout = (q[0].repeat(2, 1, 1)[:9], *[cache.flatten(0, 1)] * 2), Packed(starts, starts * 2, 6, 7)
+    else:
+        given, layout = (q[0].repeat(2, 1, 1)[:9], cache, cache), Paged(torch.arange(2)[:, None], keys, starts)
+    attention(*given, mask=selected(lists, lengths, rows=2), layout=layout)
+    lists[-1:, :, 1] = 3
+    with pytest.raises(ValueError, match="names key 3 twice"):
+        attention(*given, mask=selected(lists, lengths, rows=2), layout=layout)
 
 
 def test_a_block_of_all_keys():

@@ -125,7 +125,7 @@ def _opened(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tensor
     arguments.tensors(q=q)
     if k is not v:
         raise TypeError(
-            f"a LatentCache holds keys and values: pass it as k and as v, got {arguments.describe(k)} and "
+            f"a LatentCache holds keys and values: pass the same object as k and as v, got {arguments.describe(k)} and "
             f"{arguments.describe(v)}"
         )
     if q.dtype in EIGHT_BITS or q.dtype not in DTYPES:

@@ -156,15 +156,20 @@ class Selected(PredicateMask):
             return f"{self.kind}'s lengths must be {tuple(shape[:-1])} or ({b},); got {tuple(lengths.shape)}"
         return None
 
-    def check(self, keys: Tensor, starts: Tensor | None, lengths: bool) -> None:
-        """Reads the lists; `keys` (b or 1) are in use, and queries end to end begin at `starts`.
+    def check(self, keys: Tensor, rows: Tensor | None, starts: Tensor | None, lengths: bool) -> None:
+        """Reads the lists; `keys` (b or 1) and `rows` (b), or all, are in use, others are padding; queries end to end
+        begin at `starts`.
 
         Raises:
             ValueError: lengths below 0 or above n, where they are asked for; an entry that a list has twice.
         """
         n, used = self.lists.shape[-1], self.lengths
-        row = torch.arange(self.lists.shape[-2], device=self.lists.device)
-        there = row < starts[-1] if starts is not None and self.end_to_end else row >= 0  # others are padding
+        row = torch.arange(self.lists.shape[-2], device=self.lists.device) * self.rows
+        if self.end_to_end and starts is not None:
+            there = row < starts[-1]
+        else:  # (b or 1, 1, lists)
+            there = row[None, None] < (row.new_full((1,), 1 << 31) if rows is None else rows)[:, None, None]
+            there = there if len(self.lists) > 1 else there.any(0, keepdim=True)
         if used is not None and lengths:
             wrong = (used < 0) | (used > n)
             wrong = used[wrong if used.dim() == 1 else wrong & there]
@@ -184,7 +189,7 @@ class Selected(PredicateMask):
 
         blocks = -(-by_list(keys) // self.keys)
         index = torch.arange(n, device=entries.device)
-        named = (entries >= 0) & (entries < blocks) & there[:, None]
+        named = (entries >= 0) & (entries < blocks) & there[..., None]
         if used is not None:
             of_list = by_list(used) if used.dim() == 1 else used.reshape(*entries.shape[:-1], 1)
             named = named & (index < of_list)

@@ -97,7 +97,9 @@ def _check_lists(call: Call) -> None:
     for leaf in call.mask.leaves() if call.mask is not None else ():
         if isinstance(leaf, Selected):
             keys = layout.keys_in_use(call.k.shape[2]).to(call.q.device)
-            leaf.check(keys, layout.cu_seqlens_q, lengths=call.q.is_cpu)
+            starts = layout.cu_seqlens_q
+            rows = layout.seqused_q if starts is None else starts.diff()
+            leaf.check(keys, rows, starts, lengths=call.q.is_cpu)
 
 
 def _with_tail(call: Call, out: Tensor) -> Tensor:
