@@ -17,13 +17,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from saccade import Packed, bias, causal
+from saccade import LatentCache, Packed, Paged, append_kv, attention, bias, causal
 from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
 from saccade.backends.hopper.backward import load as backward_load
 from saccade.backends.hopper.backward import pipeline as backward_pipeline
 from saccade.backends.hopper.backward import wide as backward_wide
 from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
 from saccade.backends.hopper.forward import epilogue, kernel, load
+from saccade.backends.hopper.latent import load as latent_load
+from saccade.backends.hopper.latent.load import Seesaw
 from saccade.backends.hopper.pipeline import Ring, Slots
 from saccade.backends.hopper.ptx import barrier_arrive
 from saccade.backends.hopper.shim import tma_load, tma_reduce_add, view
@@ -54,6 +56,22 @@ def wait_and_release(self, n, pred=True):
 @gluon.jit
 def nothing(self, n):
     pass
+
+
+@gluon.jit
+def no_claim_of_half(self, n, stage, half):
+    pass
+
+
+@gluon.jit
+def no_wait_for_half(self, n, stage: gl.constexpr, half: gl.constexpr):
+    pass
+
+
+@gluon.jit
+def words_of_all(pointers, there, first, COLUMNS: gl.constexpr):
+    column = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, pointers.type.layout.parent))
+    return gl.load(pointers[:, None] + column[None, :])
 
 
 @gluon.jit
@@ -194,7 +212,15 @@ LEARNED: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
     "ds leaves when its place may be in use": ([(epilogue_of_dq, "reduce_steps", ds_after_clear)], Race),
     "the other ds leaves": ([(DSExchange, "part", ds_of_the_next_step)], Race),
 }
+RECORDS: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
+    "a stage that products read": ([(Seesaw, "claim", no_claim_of_half)], (Race, AssertionError)),
+    "numbers that products do not see": ([(latent_load, "fence_async_shared", no_fence)], Race),
+    "factors of the next numbers": ([(latent_load, "FACTORS", gl.constexpr(129))], AssertionError),
+    "records that are not there": ([(latent_load, "words_at", words_of_all)], AssertionError),
+    "a stage before it is whole": ([(Seesaw, "wait", no_wait_for_half)], (Race, AssertionError)),
+}
 KERNELS = {
+    "records": RECORDS,
     "forward": FORWARD,
     "backward": BACKWARD,
     "tall": TALL,
@@ -227,6 +253,13 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     if kernel == "learned":
         q, k, v = q[:, :, :450], k[:, :, :264], v[:, :, :264]
         more = {"score_mod": bias(torch.randn(1, 2, 450, 264, dtype=torch.bfloat16, requires_grad=True))}
+    if kernel == "records":  # of which those without a slot are NaN
+        cache = LatentCache(torch.full((1, 401, 656), 0xFF, dtype=torch.uint8), "v3.2")
+        append_kv(cache, cache, None, torch.randn(400, 1, 576), None, slot_mapping=torch.arange(400) + 1)
+        k = cache.rows(None, torch.bfloat16).view(1, 401, 1, 576)
+        q, v, slots = torch.randn(2, 64, 576, dtype=torch.bfloat16), k[..., :512], torch.arange(400).view(2, 200) + 1
+        more = {"layout": Paged(slots=slots, seqused_k=torch.tensor([200, 70]))}
+        more["function"] = lambda q, k, v, **keywords: attention(q, cache, cache, **keywords)
     try:
         with emulated(seed, processors=1):
             check(q, k, v, backend="gluon", backward=kernel in ("backward", "tall", "learned"), **more).assert_ok()

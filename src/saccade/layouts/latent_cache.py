@@ -119,7 +119,12 @@ class LatentCache:
             numbers, factors, rest = (x[slots // self.page_size, slots % self.page_size] for x in parts)
         exponents = self.record.exponents
         scale = torch.exp2(factors.float() - 127) if exponents else factors.contiguous().view(torch.float32)
-        wide = numbers.contiguous().view(E4M3).float().unflatten(1, (self.record.factors, -1)) * scale[..., None]
+        wide, scale = numbers.contiguous().view(E4M3).float().unflatten(1, (self.record.factors, -1)), scale[..., None]
+        if dtype == torch.bfloat16:  # as the kernel multiplies, whose factors are sums of two bfloat16
+            high = scale.to(dtype).float()
+            wide = wide * high + (wide * (scale - high).to(dtype)).to(dtype)
+        else:
+            wide = wide * scale
         return torch.cat([wide.flatten(1).to(dtype), rest.contiguous().view(torch.bfloat16).to(dtype)], 1)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
