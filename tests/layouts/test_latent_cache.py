@@ -111,6 +111,16 @@ def test_append_by_length(flat):
     torch.testing.assert_close(rows, plain.flatten(0, 2), rtol=1 / 16, atol=1e-3)
 
 
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_autocast(low):
+    """Rows have the dtype that queries are cast to."""
+    cache, q = filled("v3.2", torch.randn(30, 1, 576)), torch.randn(2, 1, 4, 576).bfloat16()
+    layout = Paged(slots=torch.arange(2, 12).view(2, 1, 5), seqused_k=torch.full((2, 1), 5))
+    with torch.autocast("cpu", dtype=low):
+        out = attention(q, cache, cache, layout=layout)
+    assert torch.equal(out, attention(q.to(low), cache, cache, layout=layout))
+
+
 def test_nothing_to_write():
     cache = empty("v3.2")
     append_kv(cache, cache, None, torch.randn(2, 1, 576), None, slot_mapping=torch.tensor([-1, -1]))

@@ -106,7 +106,7 @@ def _settled(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tenso
 
 def _reads_records(q: Any, cache: LatentCache, layout: Layout, backend: str, dropout_p: Any) -> bool:
     """Whether a kernel reads them, that of `gluon`."""
-    if not isinstance(q, Tensor) or q.dtype != torch.bfloat16 or hardware.name(q.device) != "sm90":
+    if not isinstance(q, Tensor) or autocast(q, q, q)[0].dtype != torch.bfloat16 or hardware.name(q.device) != "sm90":
         return False
     if backend not in ("auto", "gluon") or dropout_p or torch.compiler.is_compiling() or not isinstance(layout, Paged):
         return False
@@ -137,7 +137,7 @@ def _opened(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tensor
     if error := seen.shape_error(q.shape, torch.Size((*shape, record.d)), torch.Size((*shape, record.d_v))):
         raise ValueError(f"{error}: q {tuple(q.shape)}, {k!r} of head dims {record.d}/{record.d_v}")
     if not reads:
-        rows, layout = k.opened(layout, q.dtype)
+        rows, layout = k.opened(layout, autocast(q, q, q)[0].dtype)
         return rows, rows[..., : record.d_v], layout
     rows = k.bytes.view(torch.uint8).view(*shape, record.bytes)
     return rows, rows[..., : record.d_v], layout

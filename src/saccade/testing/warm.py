@@ -17,7 +17,7 @@ from saccade import scores
 from saccade.backends import Saved, backend_module
 from saccade.call import Call, check_call
 from saccade.call.descale import EIGHT_BITS, Descale
-from saccade.call.spec import TORCH_DTYPES, Spec
+from saccade.call.spec import RECORDS, TORCH_DTYPES, Spec
 from saccade.ops import dispatch
 from saccade.testing.cases import Case
 from saccade.testing.offline import stand_in
@@ -74,7 +74,7 @@ def case_of(spec: Spec, shape: TaskShape) -> Case:
     unknown = [word for word in _NOT_A_SPECS if word in re.findall(r"\w+", spec.mask)]
     unknown += [own] if own else []
     unknown += [word for word in ("offsets", "latent", "block_scales") if getattr(spec, word)]
-    unknown += ["paged"] if spec.layout == "paged" else []
+    unknown += [word for word in (spec.layout, spec.kv) if word in ("paged", RECORDS)]
     if unknown or not spec.aligned:
         names = ", ".join(unknown or ["rows that are not aligned"])
         raise ValueError(
