@@ -249,13 +249,19 @@ class StructuredMask(BlockMask):
         moved = masks.from_tensors(self.mask.identity, list(self.mask.ints), tensors, list(self.mask.floats))
         return StructuredMask(moved, self.size_of_mask, self.padded)
 
-    def size(self, *arguments: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         raise NotImplementedError(
             f"{self!r} is no tensor, but this model works on its mask by itself: use attn_implementation="
             '"sdpa" or "eager"'
         )
 
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = __invert__ = size
+    __add__ = __radd__ = __mul__ = __rmul__ = __rsub__ = __getitem__
+
+    def size(self, *arguments: Any) -> Any:
+        return self[arguments]
+
+    def __invert__(self) -> Any:
+        return self[()]
 
     def __repr__(self) -> str:
         return f"StructuredMask({self.mask!r}, {self.size_of_mask})"
