@@ -33,7 +33,8 @@ def latent(lens: list[int], h: int, s_q: int, mask: Mask | None, h_k: int = 1) -
 def scheduled(call: Call, cut: launch.Cut) -> Any:
     """The schedule that the kernel writes, on memory full of rubbish."""
     schedule = launch.empty_schedule(call, cut)
-    schedule.starts.fill_(-7)
+    for x in (schedule.starts, schedule.firsts, schedule.tiles, schedule.lines_first):
+        x.fill_(-7)
     lengths = call.q.shape[2], cut.capacity
     launch.scheduling({}, cut)(None, (schedule, *positions.spans(call), masks.device_args(call), *lengths))
     return schedule
@@ -46,22 +47,24 @@ def parts_of(call: Call, cut: launch.Cut, schedule: Any, out: Tensor, lse: Tenso
     parts.fill_(torch.nan)
     part_lse.fill_(torch.nan)
     starts, firsts, b = schedule.starts.tolist(), schedule.firsts.tolist(), call.layout.sequences
+    ends = [start + n for start, n in zip(starts, schedule.tiles.tolist(), strict=False)]
     length = int(schedule.lines_first[cut.lines])
     whole = [x.call for x in call.sequences()]
     for line in range(cut.lines):
         place, end = line * length, min(line * length + length, starts[b])
         while place < end:
             number = next(i for i in range(b) if starts[i + 1] > place)
-            stop = min(end, starts[number + 1])
+            stop = min(end, ends[number])
             first, last = (launch.BLOCK_K * (x + firsts[number] - starts[number]) for x in (place, stop))
-            if (place, stop) == (starts[number], starts[number + 1]):
+            assert place < stop  # a line has no places that are free alone
+            if (place, stop) == (starts[number], ends[number]):
                 found, found_lse, _ = run_forward(whole[number], {}, True)
                 assert found_lse is not None
                 out[number], lse[number] = found[0], found_lse[0]
             else:
                 at = 2 * line + (starts[number] > line * length)  # the part that begins inside of a line is its second
                 write_part(cut, whole[number], (first, last), parts[at], part_lse[at])
-            place = stop
+            place = starts[number + 1]
     return parts, part_lse
 
 
@@ -142,13 +145,14 @@ def test_padding_has_no_sink() -> None:
 def test_lines_are_equally_long() -> None:
     call = latent([3000, 64, 0, 5000, 129], 16, 1, None)
     schedule = scheduled(call, launch.Cut.of(call, 7, None))
-    assert schedule.starts[:6].tolist() == [0, 47, 48, 49, 128, 131]
-    assert schedule.firsts[:5].tolist() == [0] * 5
-    assert schedule.lines_first[:8].tolist() == [0, 0, 0, 3, 3, 3, 3, 19]
+    assert schedule.starts.tolist() == [0, 47, 48, 49, 128, 131]
+    assert schedule.firsts.tolist() == [0] * 5
+    assert schedule.lines_first.tolist() == [0, 0, 0, 3, 3, 3, 3, 19]
 
 
 def test_a_window_hides_the_first_tiles() -> None:
     call = latent([3000, 100], 16, 1, window(150, 0))
     schedule = scheduled(call, launch.Cut.of(call, 7, None))
     assert schedule.firsts[:2].tolist() == [(2999 - 150) // 64, 0]
-    assert schedule.starts[:3].tolist() == [0, 3, 5]
+    assert schedule.tiles.tolist() == [3, 2]
+    assert schedule.starts.tolist() == [0, 4, 6]  # of lines of two
