@@ -246,7 +246,7 @@ WRONG = [
     ({"cache_leftpad": torch.ones(B, 1)}, ValueError, r"cache_leftpad must be int32 or int64 \(b,\)"),
     ({"cache_leftpad": torch.ones(1).int()}, ValueError, r"cache_leftpad must be int32 or int64 \(b,\)"),
     ({"cache_leftpad": 3}, TypeError, "leftpad must be a tensor"),
-    ({"cache_seqlens": ROOM}, ValueError, r"seqused_k must be in \[0, 96\]"),
+    ({"cache_seqlens": ROOM}, ValueError, r"cache_seqlens must be from 0 to 95, got \[96, 96, 96\]"),
     ({"causal": 2.0}, TypeError, "causal must be True or False"),
 ]
 

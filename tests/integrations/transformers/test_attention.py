@@ -182,6 +182,11 @@ def test_offsets_and_what_they_cannot_say():
             attention_forward(layer, q, k, v, None, **offsets)
 
 
+def test_windows_without_a_key():
+    with pytest.raises(ValueError, match="itself included, got 0"):
+        run(*operands(b=1), sliding_window=0)
+
+
 def test_offsets_of_the_keys_alone():
     with pytest.raises(ValueError, match="pass cu_seq_lens_q too"):
         run(*operands(b=1), cu_seq_lens_k=OFFSETS)

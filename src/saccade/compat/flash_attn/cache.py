@@ -68,6 +68,9 @@ def _attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTe
     table, used = _table(q, k_cache, terms)
     if terms.k is not None:
         cu_new = terms.cu_seqlens_k_new
+        if cu_new is None:
+            room = table.shape[-1] * k_cache.shape[1]
+            _check_numbers("cache_seqlens", used, len(used), room - terms.k.shape[1] + 1)
         q = _append(q, k_cache, v_cache, Paged(table, used, cu_new), terms)
         used = used + (terms.k.shape[1] if cu_new is None else cu_new.diff())
     layout = Paged(table, used, terms.cu_seqlens_q, terms.num_splits or None)

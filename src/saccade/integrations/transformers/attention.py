@@ -119,7 +119,7 @@ def _of_ranks(
         raise ValueError(f"context and {', '.join(given)} do not go together: the plan knows the documents")
     if softcap is not None:
         keywords["score_mod"] = scores.softcap(softcap)
-    if plan.batch is not None:
+    if getattr(plan, "batch", None) is not None:
         return attention(*operands, context=plan, **keywords).transpose(1, 2).contiguous()
     b, _, s, _ = operands[0].shape
     out = attention(*(x.transpose(1, 2).flatten(0, 1) for x in operands), context=plan, **keywords)
@@ -160,7 +160,10 @@ def _dense_mask(
     if isinstance(given, StructuredMask):
         b, _, s_q, s_k = given.shape
         if (s_q, s_k) != (q.shape[2], k.shape[2]):
-            raise ValueError(f"the mask is for {b} x {s_q} rows and {s_k} keys, got {_shapes(q, k)}")
+            raise ValueError(
+                f"the mask is for {b} x {s_q} rows and {s_k} keys, got {_shapes(q, k)}: a model that adds keys of its "
+                'own needs attn_implementation="eager"'
+            )
         return given.mask, None
     if isinstance(given, Tensor):
         if given.dim() != 4:
@@ -193,6 +196,8 @@ def _shapes(q: Tensor, k: Tensor) -> str:
 
 
 def _causal(sliding_window: int | None) -> Mask:
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window counts the keys that a row sees, itself included, got {sliding_window}")
     return masks.causal() if sliding_window is None else masks.window(sliding_window - 1, 0)
 
 
