@@ -143,6 +143,8 @@ def main() -> None:
     words.add_argument("--out", type=Path)
     words.add_argument("--commit")
     given = words.parse_args()
+    if not torch.cuda.is_available():
+        words.error("needs a GPU")
     run = Run.now(torch.device("cuda"), given.commit)
     torch._dynamo.config.recompile_limit = 64
     dout, *operands = (torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))

@@ -208,6 +208,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     end, rows = time.monotonic() + given.seconds, []
     if given.flashmla:
         try:

@@ -106,7 +106,9 @@ def measure() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # of this process's own measurement
+    if len(sys.argv) == 3:  # of this process's own measurement
         print(most(sys.argv[1], "cpu", int(sys.argv[2])))
-    else:
+    elif len(sys.argv) == 1:
         measure()
+    else:
+        sys.exit("python -m benchmarks.memory takes no arguments")

@@ -74,6 +74,8 @@ def bench(
     if show:
         _list_grids()
         return
+    if all(reasons.values()):
+        raise typer.BadParameter(f"none of {', '.join(reasons)} runs on {place}: {next(iter(reasons.values()))}")
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:

@@ -683,3 +683,10 @@ def test_the_command_knows_its_names(command):
     unknown = {"--cases": "nothing", "--providers": "nobody", "--match": "nothing", "--against": "nofile.jsonl"}
     for words in [*unknown.items(), ("--match", "(")]:
         assert command(*words).exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where it runs, it is timed")
+def test_providers_that_cannot_run_are_told(command):
+    found = command("--device", "cpu", "--cases", "mla", "--providers", "saccade-gluon")
+    assert found.exit_code == 2
+    assert "saccade-gluon" in found.output
