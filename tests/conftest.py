@@ -185,6 +185,7 @@ def poison(monkeypatch):
     def poisoned(function):
         return lambda *args, **kwargs: filled(function(*args, **kwargs))
 
+    import_module("torch._dynamo")  # which lists torch's functions once
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
