@@ -84,6 +84,8 @@ def test_records(is_decode, run_of, layer, device):
 
 
 def test_what_it_takes(vllm, lists, monkeypatch):
+    with pytest.raises(Unsupported, match="takes no sliding_window"):
+        lists.SparseMLALayer(sliding_window=128, alibi_slopes=None)
     backend = lists.SparseMLABackend
     model = SimpleNamespace(use_mla=True, hf_text_config=SimpleNamespace(index_topk=2048))
     config = sys.modules["vllm.config"]
@@ -94,5 +96,3 @@ def test_what_it_takes(vllm, lists, monkeypatch):
     assert not vllm.latents.MLABackend.supports_kv_cache_dtype("fp8_ds_mla")
     assert backend.get_impl_cls() is lists.SparseMLALayer
     assert backend.get_builder_cls() is lists.SparseMLAMetadataBuilder
-    with pytest.raises(Unsupported, match="takes no sliding_window"):
-        vllm.latents.refuse_changes({"sliding_window": 128, "alibi_slopes": None})

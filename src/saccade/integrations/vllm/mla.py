@@ -121,16 +121,26 @@ class MLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
         return MLADecode(**common, layout=first, first_rows=rows, rest=rest)
 
 
-class MLALayer(_mla.MLACommonImpl):
-    """One layer: `out = softmax(scale q k^T) v` over latent rows k, whose first columns are v."""
+class LatentLayer:
+    """What layers over all latents and over listed ones have in common; vLLM's base class comes after it.
+
+    Raises:
+        Unsupported: a layer with slopes, a window or a soft cap.
+    """
 
     can_return_lse_for_decode: bool = False
     supports_pcp: bool = False
 
     def __init__(self, **words: Any) -> None:
+        changed = ("alibi_slopes", "sliding_window", "logits_soft_cap")
+        if given := [name for name in changed if words.get(name) is not None]:
+            raise Unsupported(f"saccade's MLA backend of vLLM takes no {', '.join(given)}: choose another one")
         super().__init__(**words)
         self.supports_quant_query_input = False
-        refuse_changes(words)
+
+
+class MLALayer(LatentLayer, _mla.MLACommonImpl):
+    """One layer: `out = softmax(scale q k^T) v` over latent rows k, whose first columns are v."""
 
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
@@ -175,16 +185,6 @@ class MLALayer(_mla.MLACommonImpl):
             latents.to(keys.dtype),
             slot_mapping=slots,
         )
-
-
-def refuse_changes(words: dict[str, Any]) -> None:
-    """
-    Raises:
-        Unsupported: a layer with slopes, a window or a soft cap.
-    """
-    changed = ("alibi_slopes", "sliding_window", "logits_soft_cap")
-    if given := [name for name in changed if words.get(name) is not None]:
-        raise Unsupported(f"saccade's MLA backend of vLLM takes no {', '.join(given)}: choose another one")
 
 
 def joined(q: Tensor | tuple[Tensor, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.api import attention
 from saccade.integrations.engine_layers import differences, refuse_differences
 from saccade.integrations.vllm import TESTED
-from saccade.integrations.vllm.mla import MLABackend, joined, refuse_changes
+from saccade.integrations.vllm.mla import LatentLayer, MLABackend, joined
 from saccade.layouts import LatentCache, Paged
 
 _vllm = import_module("vllm.v1.attention.backend")
@@ -60,16 +60,8 @@ class SparseMLAMetadataBuilder(_sparse.SparseMLACommonMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
 
-class SparseMLALayer(_sparse.SparseMLACommonImpl):
+class SparseMLALayer(LatentLayer, _sparse.SparseMLACommonImpl):
     """One layer: `out = softmax(scale q k^T) v` over the listed latent rows k, whose first columns are v."""
-
-    can_return_lse_for_decode: bool = False
-    supports_pcp: bool = False
-
-    def __init__(self, **words: Any) -> None:
-        super().__init__(**words)
-        self.supports_quant_query_input = False
-        refuse_changes(words)
 
     def _forward_mqa_kernel(
         self,
