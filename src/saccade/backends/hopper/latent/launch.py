@@ -137,8 +137,7 @@ def empty_parts(call: Call, cut: Cut) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def scheduling(launches: Launches, cut: Cut) -> Launch:
-    powers = (1 << (n - 1).bit_length() for n in (cut.lines, cut.sequences))
-    constants = BLOCK_K, *(min(max(32, n), 1024) for n in powers)
+    constants = BLOCK_K, max(32, 1 << (cut.lines - 1).bit_length()), 64 if cut.sequences <= 64 else 1024
     return cached_launch(launches, "latent schedule", lambda: Launch(schedule_kernel, (1, 1, 1), constants))
 
 
