@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from saccade import LatentCache, Packed, Paged, append_kv, attention, bias, causal
 from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
@@ -28,7 +28,7 @@ from saccade.backends.hopper.latent import load as latent_load
 from saccade.backends.hopper.latent.load import Seesaw
 from saccade.backends.hopper.pipeline import Ring, Slots
 from saccade.backends.hopper.ptx import barrier_arrive
-from saccade.backends.hopper.shim import tma_load, tma_reduce_add, view
+from saccade.backends.hopper.shim import tma_load, tma_reduce_add, tma_store, view
 from saccade.testing import check
 from tests.emulator import Deadlock, EmulatorError, Race, emulated
 
@@ -138,6 +138,19 @@ def ds_after_clear(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first
 
 
 @gluon.jit
+def dq_of_the_other_half(c: gl.constexpr, desc, tile, n, block, args):
+    h, q_block = block.step_at(n, args.group)
+    tma_store(desc, [block.b, h, q_block * 128 + 64 - c * 64, 0], tile)
+
+
+@gluon.jit
+def send_unscaled(self, c: gl.constexpr, dq, scale):
+    self.tiles.index(c).reshape([64, 64]).store(dq.to(self.tiles.dtype))
+    fence_async_shared()
+    barrier_arrive(backward_pipeline.DQ + c, 160)
+
+
+@gluon.jit
 def ds_of_the_next_step(self, c: gl.constexpr, n):
     BLOCK_Q: gl.constexpr = self.tiles.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_Q, 64], self.tiles.dtype)
@@ -185,6 +198,12 @@ BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no fence before dq leaves": ([(backward_pipeline, "fence_async_shared", no_fence)], Race),
     "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
 }
+ONE_BLOCK: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "no wait for dq to leave": ([(Outbox, "claim", no_outbox_claim)], EmulatorError),
+    "no fence before dq leaves": ([(backward_pipeline, "fence_async_shared", no_fence)], Race),
+    "dq of the other half": ([(epilogue_of_dq, "store_dq", dq_of_the_other_half)], AssertionError),
+    "dq that is not scaled": ([(Outbox, "send", send_unscaled)], AssertionError),
+}
 TALL: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no fence before ds is read": ([(backward_wide, "fence_async_shared", no_fence)], Race),
     "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
@@ -223,6 +242,7 @@ KERNELS = {
     "records": RECORDS,
     "forward": FORWARD,
     "backward": BACKWARD,
+    "one_block": ONE_BLOCK,
     "tall": TALL,
     "wide": WIDE,
     "few": FEW,
@@ -237,6 +257,8 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     torch.manual_seed(0)
     more: dict[str, Any] = {}
     q, k, v = torch.randn(3, 1, 2, 496, 64, dtype=torch.bfloat16).unbind()
+    if kernel == "one_block":
+        k, v = k[:, :, :77], v[:, :, :77]
     if kernel == "tall":  # 128 keys of head dims above 128
         q, k, v = torch.randn(3, 1, 1, 300, 192, dtype=torch.bfloat16).unbind()
         v = v[..., :128].contiguous()
@@ -262,7 +284,8 @@ def rejected(seed: int, kernel: str) -> Exception | None:
         more["function"] = lambda q, k, v, **keywords: attention(q, cache, cache, **keywords)
     try:
         with emulated(seed, processors=1):
-            check(q, k, v, backend="gluon", backward=kernel in ("backward", "tall", "learned"), **more).assert_ok()
+            backward = kernel in ("backward", "one_block", "tall", "learned")
+            check(q, k, v, backend="gluon", backward=backward, **more).assert_ok()
     except (EmulatorError, AssertionError) as error:
         return error
     return None

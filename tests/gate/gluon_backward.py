@@ -22,6 +22,8 @@ ALLOWED = {
     "gluon backward 16bit d64/64 masked relative_bias": 460,
     "gluon backward 16bit d64/64 full relative_bias": 244,
     "gluon backward 16bit d64/64 full bias": 8,
+    "gluon backward 16bit d64/64 full text": 16,
+    "gluon backward 16bit d96/96 full text": 0,
     "gluon backward 16bit d128/128 causal bias": 60,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
@@ -63,6 +65,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
+    yield from (f"gluon backward 16bit d{d}/{d} full text" for d in (64, 96))
     yield "gluon backward 16bit d192/128 packed"
     yield "gluon backward 16bit d64/64 full temperatures"
     yield "gluon share_sums 16bit d192/128 grouped"
@@ -88,7 +91,7 @@ def compiled(name: str) -> tuple[Any, int]:
     plan = BackwardPlan.of(call, out, out, gradients, processors, config, captured)
     mask, spans = device_mask(call, by_keys=True), positions.spans(call)
     counter = torch.zeros(2, dtype=torch.int32) if config.stays else None
-    space = *workspace(call, {}, plan, mask, spans), counter, lse
+    space = *workspace(call, {}, plan, mask, spans, gradients[0]), counter, lse
     tables = distance_tables.empty(call)
     biases = bias_sums_of(call, saved)
     written = *gradients, *gradients[1:]

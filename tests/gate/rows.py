@@ -45,10 +45,11 @@ class GateRow(NamedTuple):
         return GateRow(kernel, DTYPES[size], d, d_v, words)
 
     def call(self) -> Call:
-        """The Call of the row: two heads of 512 rows and keys; `grouped`: of queries eight."""
+        """The Call of the row: two heads of 512 rows and keys; `grouped`: of queries eight; `text`: 77 keys."""
         heads = 8 if "grouped" in self.words else 2, 2, 2
-        widths = self.d, self.d, self.d_v
-        q, k, v = (torch.empty(1, h, 512, n, dtype=self.dtype) for h, n in zip(heads, widths, strict=True))
+        keys = 77 if "text" in self.words else 512
+        sizes = zip(heads, (512, keys, keys), (self.d, self.d, self.d_v), strict=True)
+        q, k, v = (torch.empty(1, h, s, n, dtype=self.dtype) for h, s, n in sizes)
         packed = "packed" in self.words
         layout: Any = PACKED if packed else RANGES if "ranges" in self.words else Dense()
         if "padded" in self.words:

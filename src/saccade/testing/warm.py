@@ -125,11 +125,13 @@ def compiled(task: Task) -> Made:
 
     before, knobs.compilation.listener = knobs.compilation.listener, listen
     try:
-        # Where no mask says so, a last tile of keys that is not whole takes another kernel.
-        b, s_q, s_k = task.shape.b, task.shape.s_q, task.shape.s_k
-        for more in (0, 1):
-            call = call_of(task.spec, TaskShape(b, s_q + more, s_k + more))
-            gradient = task.part == "backward"
+        b, rows, keys = task.shape.b, task.shape.s_q, task.shape.s_k
+        gradient = task.part == "backward"
+        # Where no mask says so, a last tile of keys that is not whole takes another kernel, and so do gradients of few
+        # keys.
+        few = [(rows, 1), (rows, 128)] if gradient and task.spec.mask == "none" else []
+        for s_q, s_k in [(rows, keys), (rows + 1, keys + 1), *few]:
+            call = call_of(task.spec, TaskShape(b, s_q, s_k))
             plan, call = dispatch.planned(call, "auto", gradient=gradient)
             backend = plan.backend
             if gradient:

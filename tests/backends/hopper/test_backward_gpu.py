@@ -110,6 +110,66 @@ def test_many_heads(d: int) -> None:
     right(*operands(3, (13, 13), (512, 700), d), mask=causal())
 
 
+# dq of one block of keys is stored, where others are added up
+
+
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 77, 128, 129])
+@pytest.mark.parametrize("order", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("d", [40, 64, 72, 128])
+def test_one_block_of_keys(d: int, heads: tuple[int, int], order: str, keys: int) -> None:
+    layout = Dense(order)
+    q, k, v = (layout.ordered(x).contiguous() for x in operands(2, heads, (333, keys), d))
+    right(q, k, v, layout=layout)
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(40, 128), (128, 40), (64, 24), (8, 8), (80, 96), (104, 112)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_head_dims_beside_one_block_of_keys(d: int, d_v: int, dtype: torch.dtype) -> None:
+    q, k, v = operands(2, (4, 2), (200, 77), d, d_v, dtype)
+    right(q, k, v)
+    right(q, k, v, score_mod=softcap(5.0), sink=torch.randn(4, device=DEVICE))
+    right(q, k, v, dropout_p=0.3, deterministic=True)
+
+
+@dims
+def test_one_block_of_keys_of_a_projection(d: int) -> None:
+    """Of texts and images: views of one tensor each; and rows of q that are the same for all heads."""
+    q = torch.randn(3, 500, 4, 3 * d, device=DEVICE, dtype=torch.bfloat16)[..., d : 2 * d]
+    k, v = torch.randn(3, 77, 4, 2 * d, device=DEVICE, dtype=torch.bfloat16).split(d, -1)
+    right(q, k, v, layout=Dense("bshd"))
+    right(q[:, :, :1].expand(-1, -1, 4, -1), k, v, layout=Dense("bshd"))
+
+
+@dims
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_repeats_of_one_block_of_keys(company: None, d: int, deterministic: bool) -> None:
+    """All gradients are the same bits, each row of every call written, in graphs too."""
+    q, k, v = (x.requires_grad_() for x in operands(16, (8, 8), (1000, 77), d))
+    dout = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, backend=BACKEND, deterministic=deterministic)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    first = step()
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(LAUNCHES):
+        for x, y in zip(first, step(), strict=True):
+            differ += (x != y).sum()
+    assert not differ
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for x in (q, k, v, dout):
+        x.detach().normal_()
+    for _ in range(3):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(found, step(), strict=True))
+
+
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float16])
 def test_float16(dtype: torch.dtype, d: int) -> None:

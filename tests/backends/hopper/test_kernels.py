@@ -84,6 +84,61 @@ def test_seeds(name: str, seed: int) -> None:
     right(next(x for x in SMALL if x.name == name).replace(d=128), seed)
 
 
+@pytest.fixture
+def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that would add dq up fails."""
+    monkeypatch.setattr(plan, "postprocess_kernel", None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "d", "d_v", "h_q"),
+    [
+        (77, 40, 40, 2), (64, 64, 64, 4), (1, 8, 8, 2), (128, 64, 24, 2), (65, 96, 96, 2), (77, 40, 128, 4),
+        (63, 104, 64, 2), (77, 72, 88, 2), (128, 128, 128, 6),
+    ],
+)  # fmt: skip
+def test_one_block_of_keys(keys: int, d: int, d_v: int, h_q: int, no_sums: None) -> None:
+    """dq is stored, not added up."""
+    right(Case("text", b=2, h_q=h_q, h_k=2, s_q=133, s_k=keys, d=d, d_v=d_v), 0)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"score": "softcap(5)"}, {"score": "alibi"}, {"score": "relative_bias(8)"}, {"sink": True}, {"dropout_p": 0.3},
+        {"score": "temperature", "sink": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_features_beside_one_block_of_keys(more: dict[str, Any], d: int, no_sums: None) -> None:
+    right(Case("text", b=2, h_q=4, h_k=2, s_q=70, s_k=77, d=d, **more), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["projection", "expanded", "deterministic"])
+def test_forms_of_one_block_of_keys(form: str, dtype: torch.dtype, no_sums: None) -> None:
+    """dq has q's memory order, and whole rows of its own."""
+    torch.manual_seed(0)
+    x, more = torch.randn(2, 77, 4, 3 * 72, dtype=dtype), {"deterministic": form == "deterministic"}
+    q, k, v = x.split(72, -1)
+    if form == "expanded":
+        q = q[:1, :, :1].expand(2, 77, 4, 72)
+    with emulated():
+        check(q, k, v, layout=Dense("bshd"), backend="gluon", **more).assert_ok()
+
+
+def test_calls_that_add_dq_up() -> None:
+    """More keys than one block has, or rows that do not see all of it."""
+    q, k, v = torch.randn(3, 1, 2, 129, 64, dtype=torch.bfloat16)
+    few = k[:, :, :77], v[:, :, :77]
+    used = Dense(seqused_k=torch.tensor([50]))
+    with emulated():
+        check(q, k, v, backend="gluon").assert_ok()
+        for more in ({"mask": causal()}, {"layout": used}, {"mask": window(9, 9)}):
+            check(q, *few, backend="gluon", **more).assert_ok()
+
+
 @pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)
 def test_latent(case: Case) -> None:
     right(case, 0)

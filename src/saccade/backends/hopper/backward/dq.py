@@ -105,7 +105,8 @@ def preprocess_kernel(
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears dq_accum.
+    """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears BLOCK_D columns of
+    dq_accum.
 
     Both have whole q blocks for each head: beyond the rows in use, and where a row has no keys, neg_lse is -inf, so
     that p = 0, and neg_delta is 0. delta: -neg_delta as `lse` lies, or None. CHAINED: the next kernel may start; it

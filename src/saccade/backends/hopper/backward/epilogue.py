@@ -56,9 +56,18 @@ def store_ds(c: gl.constexpr, desc, tile, n, block, args):
 
 
 @gluon.jit
+def store_dq(c: gl.constexpr, desc, tile, n, block, args):
+    """Stores consumer c's half of dq of step n: 64 of its 128 rows, or of its 128 columns."""
+    BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
+    ROW: gl.constexpr = c * (BLOCK_Q - 64)
+    h, q_block = block.step_at(n, args.group)
+    tma_store(desc, [block.b, h, q_block * BLOCK_Q + ROW, c * 64 - ROW], tile)
+
+
+@gluon.jit
 def reduce_dq(c: gl.constexpr, dq_desc, gradient_desc, shared, args):
-    """Adds consumer c's halves of dq to global memory, of one item after the other, and stores its ds if there is a
-    `gradient_desc`."""
+    """Adds consumer c's halves of dq to global memory, or stores them, of one item after the other, and stores its ds
+    if there is a `gradient_desc`."""
     wait_for_last()  # for the zeros that dq is added to
     item = gl.to_tensor(0)
     first = gl.to_tensor(0)
@@ -91,8 +100,11 @@ def reduce_steps(c: gl.constexpr, dq_desc, gradient_desc, shared, block, first, 
         if gradient_desc is not None:
             # dq was made of it: all of it is there. The consumer overwrites it after the wait for the next place.
             store_ds(c, gradient_desc, shared.ds.part(c, first + n), n, block, args)
-        for i in gl.static_range(COPIES):
-            tma_reduce_add(dq_desc, [tile * ROWS + i * BOX, 0], outbox.tiles.index(c).slice(i * BOX, BOX, 0))
+        if outbox.DIRECT:
+            store_dq(c, dq_desc, outbox.tiles.index(c), n, block, args)
+        else:
+            for i in gl.static_range(COPIES):
+                tma_reduce_add(dq_desc, [tile * ROWS + i * BOX, 0], outbox.tiles.index(c).slice(i * BOX, BOX, 0))
         tma.store_wait(0)
         outbox.clear(c)
         if semaphore is not None and n > 0:

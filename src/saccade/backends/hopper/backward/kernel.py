@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from saccade.backends.device.dropout import opened
-from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
 from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, all_steps
 from saccade.backends.hopper.backward.load import load_items
@@ -204,7 +203,7 @@ class Consumer:
         dq = warpgroup_mma_wait(0, [dq])
         if n > self.first:
             shared.outbox.claim(c, n - 1)
-            shared.outbox.send(c, to_register_order(dq))
+            shared.outbox.send(c, dq, self.args.scale)
         if shared.outbox.FOLLOWS:  # where warps wait for one another anyway, and not for ds
             thread_barrier()
         shared.dout_ring.wait(n)
@@ -352,7 +351,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, factor, block)
     dq = warpgroup_mma_wait(0, [dq])
     shared.outbox.claim(c, end - 1)
-    shared.outbox.send(c, to_register_order(dq))
+    shared.outbox.send(c, dq, args.scale)
     if shared.outbox.FOLLOWS:
         fence_async_shared()
     shared.outbox.follow(c, True)
@@ -405,12 +404,12 @@ def backward_kernel(
     """dk, dv, and dq_accum += ds^T k.
 
     q, dout: (b, h_q, s_q, d) in tiles of BLOCK_Q rows; k, v, dk, dv: (b, h_k, s_k, d) in tiles of 64 rows. neg_lse and
-    neg_delta: of `preprocess_kernel`. dq_desc: dq_accum, boxes of tiles of `to_register_order`, two of a q block.
-    packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler: TileSchedulerArgs. dq_semaphore: None
-    where dq may be added to in any order. counter: two zeros, which are zeros again in the end. D_LAST, DV_LAST: how
-    many columns of the upper halves of d and d_v are in use. captured_desc: of a captured tensor of which score
-    functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64 keys, or None. gradient_desc: the
-    same of its gradient, if that is ds, or None.
+    neg_delta: of `preprocess_kernel`. dq_desc: dq_accum, boxes of tiles of `to_register_order`, two of a q block; or dq
+    itself, if each q block has one kv block. packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler:
+    TileSchedulerArgs. dq_semaphore: None where dq may be added to in any order. counter: two zeros, which are zeros
+    again in the end. D_LAST, DV_LAST: how many columns of the upper halves of d and d_v are in use. captured_desc: of a
+    captured tensor of which score functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64
+    keys, or None. gradient_desc: the same of its gradient, if that is ds, or None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
@@ -429,8 +428,10 @@ def backward_kernel(
     dout_tiles = gl.allocate_shared_memory(DTYPE, [2, 1, 1, BLOCK_Q, BLOCK_DV], dout_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [SLOTS, 1, 1, BLOCK_K, BLOCK_D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(DTYPE, [V_SLOTS, 1, 1, BLOCK_K, BLOCK_DV], v_desc.layout)
+    DIRECT: gl.constexpr = len(dq_desc.block_shape) == 4
     WIDTH: gl.constexpr = dq_desc.block_shape[1]
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q * BLOCK_D // 2 // WIDTH, WIDTH], dq_desc.layout)
+    DQ_SHAPE: gl.constexpr = [2, 1, 1, 64, 64] if DIRECT else [2, BLOCK_Q * BLOCK_D // 2 // WIDTH, WIDTH]
+    dq_tiles = gl.allocate_shared_memory(dq_desc.dtype, DQ_SHAPE, dq_desc.layout)
     captured_tiles = None
     if CAPTURED:
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, [4, 1, 1, BLOCK_Q, 64], captured_desc.layout)
@@ -451,7 +452,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
         DSExchange(gl.allocate_shared_memory(DTYPE, [2, DS_SHAPE[0], DS_SHAPE[1]], DS), CAPTURED),
-        Outbox(dq_tiles, new_barriers(2, 1), BLOCK_Q == 64 and D_LAST == 64),
+        Outbox(dq_tiles, new_barriers(2, 1), BLOCK_Q == 64 and D_LAST == 64, DIRECT),
         captured_tiles,
         D_LAST,
         DV_LAST,

@@ -76,7 +76,7 @@ def backward(
             launches[key] = plan
         mask = block_lists.device_args(call, launches, config.block_q, config.block_k, by_keys=True)
         spans = positions.spans(call, positions.table(call, launches, 1, config.block_k) if packed else None)
-        space = workspace(call, launches, plan, mask, spans)
+        space = workspace(call, launches, plan, mask, spans, dq)
         delta = per_row(call, call.sink is not None)
         space = *space, counter(q.device) if config.stays else None, delta
         saved = Saved(dout, saved.dlse, out, saved.lse)
@@ -92,13 +92,13 @@ def backward(
 
 
 def workspace(
-    call: Call, launches: Launches, plan: BackwardPlan, mask: masks.DeviceMask, spans: tuple[Any, Any]
+    call: Call, launches: Launches, plan: BackwardPlan, mask: masks.DeviceMask, spans: tuple[Any, Any], dq: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, DQSemaphore | None]:
-    """neg_delta, neg_lse, dq_accum and the semaphore for it."""
+    """neg_delta, neg_lse, dq_accum, which is dq itself if that is stored, and the semaphore for it."""
     device = call.q.device
     neg_delta = torch.empty(plan.rows, dtype=torch.float32, device=device)
     neg_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
-    dq_accum = torch.empty(plan.tiles, dtype=torch.float32, device=device)
+    dq_accum = dq if plan.direct else torch.empty(plan.tiles, dtype=torch.float32, device=device)
     if plan.ranks is None:
         return neg_delta, neg_lse, dq_accum, None
     if mask.block_sparse.value:
@@ -150,7 +150,8 @@ def arguments(
     else:
         of_captured = () if captured is None else captured.tensors
         yield (*tensors, *of_captured), (*(None,) * (2 - len(of_captured)), *rest)
-    yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
+    if not plan.direct:
+        yield (), (dq_accum, TensorArgs(dq, *dq_rows), span_q), scale
     if plan.divided > 1:
         yield (), tuple(map(TensorArgs.of, (dk, dv, *whole)))
 

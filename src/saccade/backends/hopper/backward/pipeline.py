@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from saccade.backends.hopper.backward.dq import to_register_order
 from saccade.backends.hopper.ptx import barrier_arrive, barrier_sync
 from saccade.backends.hopper.shim import aggregate, thread_barrier, view
 
@@ -72,6 +73,8 @@ class Outbox:
     FOLLOWS: gl.constexpr
     """A tile leaves behind what its consumer writes next, with that one's fence: 2 to 5 % at d = 128, where a step has
     64 rows, and a loss below (notes/gluon_backward.md)."""
+    DIRECT: gl.constexpr
+    """A tile is dq itself, 64 rows and columns; else a part of its sums."""
 
     @gluon.jit
     def claim(self, c: gl.constexpr, n):
@@ -79,11 +82,16 @@ class Outbox:
         mbarrier.wait(self.empty.index(c), (n & 1) ^ 1)
 
     @gluon.jit
-    def send(self, c: gl.constexpr, x):
-        """For consumer c: hands over its tile x, [N]; what is behind these in the tile does not leave."""
-        WIDTH: gl.constexpr = self.tiles.shape[2]
-        ROWS: gl.constexpr = x.shape[0] // WIDTH
-        self.tiles.index(c).slice(0, ROWS, 0).store(x.reshape([ROWS, WIDTH]))
+    def send(self, c: gl.constexpr, dq, scale):
+        """For consumer c: hands over its tile of dq [64, N], times `scale` if DIRECT; else in the order of registers,
+        and what is behind them in the tile does not leave."""
+        if self.DIRECT:
+            self.tiles.index(c).reshape([64, 64]).slice(0, dq.shape[1], 1).store((dq * scale).to(self.tiles.dtype))
+        else:
+            x = to_register_order(dq)
+            WIDTH: gl.constexpr = self.tiles.shape[2]
+            ROWS: gl.constexpr = x.shape[0] // WIDTH
+            self.tiles.index(c).slice(0, ROWS, 0).store(x.reshape([ROWS, WIDTH]))
         if not self.FOLLOWS:
             fence_async_shared()
             barrier_arrive(DQ + c, 160)

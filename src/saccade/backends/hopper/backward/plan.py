@@ -159,6 +159,8 @@ class BackwardPlan:
     order: Any
     divided: int
     """Shares of a group, each of which has a dk and a dv of its own."""
+    direct: bool
+    """The one kv block of each head sees all rows: dq is stored, not added up."""
 
     @staticmethod
     def of(
@@ -187,6 +189,9 @@ class BackwardPlan:
         constant_beyond = config.stays and not call.deterministic and bias_sums.constant_beyond(call)
         if constant_beyond:  # what is in reach is so for one head
             divided = call.group
+        every_row = call.mask is None and not call.layout.tensors
+        direct = every_row and kv_blocks == 1 and config.stays and captured is None
+        in_order = call.deterministic and not direct
         dq, dk, dv = gradients
         if divided > 1:
             dk, dv = share_by_share(dk, divided), share_by_share(dv, divided)
@@ -208,7 +213,8 @@ class BackwardPlan:
             # What the second consumer makes of 64 rows is one copy.
             second = 64 * upper_half(d, config.columns) // COPIED
             rows_of_copies = plain((tiles[0] * tiles[1] // COPIED, COPIED), (second, COPIED))
-            shapes.append(rows_of_copies if block_q == 64 else plain(tiles, (1, PIECE.value)))
+            summed = rows_of_copies if block_q == 64 else plain(tiles, (1, PIECE.value))
+            shapes.append(shape_of(dq, (1, 1, 64, 64)) if direct else summed)
             if captured is not None:
                 shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
@@ -218,8 +224,9 @@ class BackwardPlan:
             (),
             (h_q, s_q, parts),
             {
-                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
-                "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
+                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q,
+                "BLOCK_D": 0 if direct else config.columns, "BLOCK_DV": next_power_of_2(config.v_columns),
+                "CHAINED": True,
             },
             OPTIONS,
         )  # fmt: skip
@@ -239,8 +246,8 @@ class BackwardPlan:
             {"D": d, "BLOCK_Q": block_q, "PIECES": config.pieces, "TURNED": config.turned},
             chained,
         )
-        launches = preprocess, main, postprocess
-        if call.deterministic and not block_sparse:
+        launches = (preprocess, main) if direct else (preprocess, main, postprocess)
+        if in_order and not block_sparse:
             sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k}
             one_warp = {**OPTIONS, "num_warps": 1}
             ranks = TMALaunch(rank_kernel, (b * kv_blocks, 1, 1), (), (kv_blocks, blocks, s_q, s_k), sizes, one_warp)
@@ -254,13 +261,14 @@ class BackwardPlan:
             constant_beyond=constant_beyond,
             tight=config.stays and config.shared_bytes(call, captured is not None, False) > SHARED_BYTES,
             launches=launches,
-            ranks=(b, kv_blocks, blocks) if call.deterministic else None,
+            ranks=(b, kv_blocks, blocks) if in_order else None,
             counters=2 * b * h_q * blocks,
             rows=rows,
             tiles=tiles,
             records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
             order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
             divided=divided,
+            direct=direct,
         )
 
 
