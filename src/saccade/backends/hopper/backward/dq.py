@@ -105,8 +105,8 @@ def preprocess_kernel(
     D_V: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears BLOCK_D columns of
-    dq_accum.
+    """neg_delta = dlse - rowsum(dout out) and neg_lse = lse unit, both ready to be added; clears dq_accum, if there
+    is one.
 
     Both have whole q blocks for each head: beyond the rows in use, and where a row has no keys, neg_lse is -inf, so
     that p = 0, and neg_delta is 0. delta: -neg_delta as `lse` lies, or None. CHAINED: the next kernel may start; it
@@ -137,11 +137,12 @@ def preprocess_kernel(
     if delta is not None:
         tl.store(delta + offset, -row, mask=q_idx < there)
     tl.store(neg_lse + padded, tl.where(none, float("-inf"), row_lse * unit))
-    tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
-    for piece in tl.static_range(BLOCK_D // 64):
-        # [ROWS 64]
-        pointers = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
-        tl.store(tile + pointers, tl.zeros([ROWS * 64], tl.float32))
+    if dq_accum is not None:
+        tile = dq_accum + tl.program_id(0).to(tl.int64) * (ROWS * BLOCK_D)
+        for piece in tl.static_range(BLOCK_D // 64):
+            # [ROWS 64]
+            pointers = piece * (ROWS * 64) + tl.arange(0, ROWS * 64)
+            tl.store(tile + pointers, tl.zeros([ROWS * 64], tl.float32))
 
 
 @gluon.jit

@@ -133,7 +133,7 @@ def arguments(
         yield (), (semaphore.ranks, mask, span_q, span_k)
     yield (), (
         TensorArgs(saved.dout, *dout_rows), TensorArgs(saved.out, *out_rows), dlse, saved.lse.contiguous(), neg_delta,
-        neg_lse, delta, dq_accum, span_q,
+        neg_lse, delta, None if plan.direct else dq_accum, span_q,
     ), -1 / scale if plan.fold else -scores.unit(call.score)  # fmt: skip
     tensors = call.q, call.k, call.v, saved.dout, dk, dv, neg_lse, neg_delta, dq_accum
     packed = PackedGradients(PackedRowsArgs.of(dk), PackedRowsArgs.of(dv)) if call.layout.ragged_keys else None

@@ -224,9 +224,8 @@ class BackwardPlan:
             (),
             (h_q, s_q, parts),
             {
-                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q,
-                "BLOCK_D": 0 if direct else config.columns, "BLOCK_DV": next_power_of_2(config.v_columns),
-                "CHAINED": True,
+                "D_V": d_v, "ROWS": config.prepared_rows, "BLOCK_Q": block_q, "BLOCK_D": config.columns,
+                "BLOCK_DV": next_power_of_2(config.v_columns), "CHAINED": True,
             },
             OPTIONS,
         )  # fmt: skip
