@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -65,24 +66,28 @@ class _Attention(SingleLevel):
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out, lse, *tensors = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * (1 + len(tensors))
-        captures, *_ = ctx.static
-        dout = torch.zeros_like(out) if dout is None else dout
-        needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
-        given, wanted = (dout, dlse, out, lse), needs[4:]
-        found = None if torch.is_grad_enabled() else replay.of_saved(given, tensors, ctx.tail, wanted)
-        gradients = None if found is None else found.again()  # nothing could tell that it goes past the dispatcher
-        if gradients is None:
-            flat = joined(tensors, ctx.static)
-            if found is None:
-                *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
-                gradients += dcaptures
-            else:
-                gradients = execution.computed_gradients(found, given, flat, wanted)
-        gradients = [x if asked else None for x, asked in zip(gradients, needs, strict=True)]
-        return (None, *gradients, *[None] * (len(tensors) - len(needs)))
+        return None, *_gradients(ctx, dout, dlse)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[Tensor | None]:
+    """Of the tensors of a call."""
+    out, lse, *tensors = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return (None,) * len(tensors)
+    captures, *_ = ctx.static
+    dout = torch.zeros_like(out) if dout is None else dout
+    needs = ctx.needs_input_grad[-len(tensors) :]
+    given, wanted = (dout, dlse, out, lse), needs[4 : 4 + captures]
+    found = None if torch.is_grad_enabled() else replay.of_saved(given, tensors, ctx.tail, wanted)
+    gradients = None if found is None else found.again()  # nothing could tell that it goes past the dispatcher
+    if gradients is None:
+        flat = joined(tensors, ctx.static)
+        if found is None:
+            *gradients, dcaptures = operator("backward", flat)(*given, *flat, wanted)
+            gradients += dcaptures
+        else:
+            gradients = execution.computed_gradients(found, given, flat, wanted)
+    return [x if asked else None for x, asked in zip_longest(gradients, needs)]
 
 
 def _save(ctx: Any, needed: Needed, tensors: Sequence[Tensor | None], results: Outputs) -> None:
@@ -106,7 +111,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *_Attention.backward(ctx, dout, dlse, _)
+        return None, None, *_gradients(ctx, dout, dlse)
 
 
 _apply_eager = cast("Any", super(torch.autograd.Function, _Eager)).apply

@@ -268,6 +268,25 @@ def test_allocations_views_and_launches_are_recorded(
     assert space not in (0, x, y, result)
 
 
+def test_results_are_allocated_behind_launches_that_need_none(
+    launch: Launch, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(x: Tensor, y: Tensor) -> list[Tensor]:
+        out, space = torch.empty(4), torch.empty(50)
+        for third in (space, out, space):
+            launch(None, (x, y, third, space, 3))
+        return [out]
+
+    repeat = recorded(work, torch.zeros(8), torch.zeros(8))
+    (out,), seen = started(driver, monkeypatch, repeat, torch.zeros(8), torch.zeros(8))
+    assert [third == out.data_ptr() for _, _, third, _ in seen] == [False, True, False]
+    done, empty = list[str](), replay.empty
+    monkeypatch.setattr(replay, "empty", lambda *given: done.append("allocated") or empty(*given))
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: done.append("started") or 0)
+    repeat([out.data_ptr()] * 2)
+    assert done == ["allocated", "started", "allocated", "started", "started"]
+
+
 @pytest.mark.parametrize("device", [SimpleNamespace(index=0), torch.device("cpu")], ids=str)
 def test_results_past_the_dispatcher(device: Any, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the current device the mode does not see them, and the recorder is told."""

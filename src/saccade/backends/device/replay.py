@@ -52,12 +52,13 @@ class Replay:
         device: torch.device,
         results: Sequence[_Result | None],
         workspace: int,
+        early: Sequence[PackedLaunch | Fill],
         launches: Sequence[PackedLaunch | Fill],
         counter: Callable[[torch.device], Tensor] | None,
         kept: Sequence[Tensor],
     ) -> None:
         self.device, self.index, self.counter = device, device.index or 0, counter
-        self.results, self.workspace, self.launches = results, workspace, launches
+        self.results, self.workspace, self.early, self.launches = results, workspace, early, launches
         self.kept, self.kept_at = kept, [x.data_ptr() for x in kept]
         self.stream = torch._C._cuda_getCurrentRawStream(self.index) if kept else None
         self.static: Any = None
@@ -73,24 +74,19 @@ class Replay:
     def __call__(self, addresses: Sequence[int]) -> list[Tensor | None]:
         """What the call returns; None for a result that is an operand. `addresses` are those of its operands; the
         operands live until it returns."""
+        space = empty((self.workspace,), (1,), torch.uint8, self.device) if self.workspace else None
+        drawn = None if self.counter is None else self.counter(self.device)
+        slots = [*addresses, 0 if space is None else space.data_ptr(), 0 if drawn is None else drawn.data_ptr()]
+        slots += self.kept_at
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        for launch in self.early:  # the device works while the host allocates the rest
+            launch(self.index, stream, slots)
         results: list[Tensor | None] = []
-        slots = [*addresses]
+        slots = [*slots]
         for x in self.results:
             made = None if x is None else empty(x.shape, x.strides, x.dtype, self.device)
             results.append(made)
             slots.append(0 if made is None else made.data_ptr())
-        if self.workspace:
-            space = empty((self.workspace,), (1,), torch.uint8, self.device)
-            slots.append(space.data_ptr())
-        else:
-            slots.append(0)
-        if self.counter is not None:
-            drawn = self.counter(self.device)
-            slots.append(drawn.data_ptr())
-        else:
-            slots.append(0)
-        slots += self.kept_at
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
         for launch in self.launches:
             launch(self.index, stream, slots)
         return results
@@ -211,6 +207,7 @@ class LaunchRecorder(DispatchMode):
                 self.obstacle = "a result that is a part of a piece of memory"
                 return None
         slots.add_workspace(self.allocated)
+        early: list[PackedLaunch | Fill] = []  # those before the first that reads or writes a result
         launches: list[PackedLaunch | Fill] = []
         for x in self.started:
             if not isinstance(x, _Started) and not x[0].numel():
@@ -219,10 +216,10 @@ class LaunchRecorder(DispatchMode):
             if launch is None:
                 self.obstacle = f"a launch that cannot be packed: {getattr(x[0], 'name', x[0].__class__)}"
                 return None
-            launches.append(launch)
+            (launches if slots.results_begun else early).append(launch)
         made = [None if x is None else _Result(tuple(x.shape), x.stride(), x.dtype) for x in slots.results]
         counter = None if self.drawn is None else self.drawn[1]
-        return Replay(device, made, slots.workspace, launches, counter, self.kept)
+        return Replay(device, made, slots.workspace, early, launches, counter, self.kept)
 
 
 def new_launch_recorder() -> LaunchRecorder | None:
@@ -269,8 +266,8 @@ _ALIGNMENT = 512
 
 
 class _Memory:
-    """Where the tensors of a call are: operands, results, one piece of memory for all else, the counter, what lives
-    on."""
+    """Where the tensors of a call are: operands, one piece of memory for all that is not returned, the counter, what
+    lives on, results."""
 
     def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None, kept: Sequence[Tensor]) -> None:
         self.operands, self.drawn, self.kept = operands, drawn, kept
@@ -279,6 +276,8 @@ class _Memory:
         """None where the call returns nothing, or an operand"""
         self.in_workspace: dict[int, tuple[Tensor, int]] = {}
         self.workspace = 0
+        self.results_begun = False
+        """Whether a result was looked for."""
 
     def add_result(self, x: Tensor | None, allocated: Sequence[Tensor]) -> bool:
         """False of a tensor that is neither an operand nor exactly one of the allocations."""
@@ -303,16 +302,15 @@ class _Memory:
             starts = {self.operands[i].data_ptr() for i in own}
             return (own[0], x.data_ptr() - starts.pop()) if len(starts) == 1 else None
         behind = len(self.operands)
-        for i, y in enumerate(self.results):
-            if y is not None and _same_memory(x, y):
-                return behind + i, x.data_ptr() - y.data_ptr()
-        behind += len(self.results)
         if (mine := self.in_workspace.get(memory)) is not None:
             return behind, mine[1] + int(x.storage_offset()) * x.element_size()
         if self.drawn is not None and x is self.drawn[0]:
             return behind + 1, 0
-        kept = [i for i, y in enumerate(self.kept) if _same_memory(x, y)]
-        return (behind + 2 + kept[0], x.data_ptr() - self.kept[kept[0]].data_ptr()) if kept else None
+        for i, y in enumerate([*self.kept, *self.results], behind + 2):
+            if y is not None and _same_memory(x, y):
+                self.results_begun |= i >= behind + 2 + len(self.kept)
+                return i, x.data_ptr() - y.data_ptr()
+        return None
 
 
 def _memory(x: Tensor) -> int:
