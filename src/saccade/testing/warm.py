@@ -129,7 +129,7 @@ def compiled(task: Task) -> Made:
         gradient = task.part == "backward"
         # Where no mask says so, a last tile of keys that is not whole takes another kernel, and so do gradients of few
         # keys.
-        few = [(rows, 1), (rows, 128)] if gradient and task.spec.mask == "none" else []
+        few = [(1, 1), (1, 128)] if gradient and task.spec.mask in ("none", "causal") else []
         for s_q, s_k in [(rows, keys), (rows + 1, keys + 1), *few]:
             call = call_of(task.spec, TaskShape(b, s_q, s_k))
             plan, call = dispatch.planned(call, "auto", gradient=gradient)

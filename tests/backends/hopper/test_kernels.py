@@ -107,12 +107,12 @@ def test_one_block_of_keys(keys: int, d: int, d_v: int, h_q: int, no_sums: None)
     "more",
     [
         {"score": "softcap(5)"}, {"score": "alibi"}, {"score": "relative_bias(8)"}, {"sink": True}, {"dropout_p": 0.3},
-        {"score": "temperature", "sink": True},
+        {"score": "temperature", "sink": True}, {"mask": "causal"}, {"mask": "causal", "s_q": 77, "dropout_p": 0.3},
     ],
     ids=str,
 )  # fmt: skip
 def test_features_beside_one_block_of_keys(more: dict[str, Any], d: int, no_sums: None) -> None:
-    right(Case("text", b=2, h_q=4, h_k=2, s_q=70, s_k=77, d=d, **more), 0)
+    right(Case("text", b=2, h_q=4, h_k=2, s_k=77, d=d, **{"s_q": 70, **more}), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -137,6 +137,7 @@ def test_calls_that_add_dq_up() -> None:
         check(q, k, v, backend="gluon").assert_ok()
         for more in ({"mask": causal()}, {"layout": used}, {"mask": window(9, 9)}):
             check(q, *few, backend="gluon", **more).assert_ok()
+        check(q[:, :, :70], *few, mask=causal(), layout=Dense(q_offset=-40), backend="gluon").assert_ok()
 
 
 @pytest.mark.parametrize("case", [LATENT, GATHERED], ids=lambda x: x.name)

@@ -189,7 +189,8 @@ class BackwardPlan:
         constant_beyond = config.stays and not call.deterministic and bias_sums.constant_beyond(call)
         if constant_beyond:  # what is in reach is so for one head
             divided = call.group
-        every_row = call.mask is None and not call.layout.tensors
+        causal = call.mask is not None and call.mask.kind == "causal" and call.positions is None and s_q <= s_k
+        every_row = (call.mask is None or causal) and not call.layout.tensors  # sees some keys, if there are any
         direct = every_row and kv_blocks == 1 and config.stays and captured is None
         in_order = call.deterministic and not direct
         dq, dk, dv = gradients
