@@ -23,7 +23,7 @@ ALLOWED = {
     "gluon backward 16bit d64/64 full relative_bias": 244,
     "gluon backward 16bit d64/64 full bias": 8,
     "gluon backward 16bit d64/64 full text": 16,
-    "gluon backward 16bit d96/96 full text": 0,
+    "gluon backward 16bit d64/64 causal text": 24,
     "gluon backward 16bit d128/128 causal bias": 60,
     "gluon backward 16bit d128/128 masked": 16,
     "gluon backward 16bit d128/128 queued": 16,
@@ -65,7 +65,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon {name} 16bit d128/128 causal bias" for name in ("backward", "clear"))
     yield from (f"gluon backward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[1:])
     yield "gluon backward 16bit d96/96 full"
-    yield from (f"gluon backward 16bit d{d}/{d} full text" for d in (64, 96))
+    yield from (f"gluon backward 16bit d64/64 {edges} text" for edges in ("full", "causal"))
     yield "gluon backward 16bit d192/128 packed"
     yield "gluon backward 16bit d64/64 full temperatures"
     yield "gluon share_sums 16bit d192/128 grouped"

@@ -45,10 +45,10 @@ class GateRow(NamedTuple):
         return GateRow(kernel, DTYPES[size], d, d_v, words)
 
     def call(self) -> Call:
-        """The Call of the row: two heads of 512 rows and keys; `grouped`: of queries eight; `text`: 77 keys."""
+        """The Call of the row: two heads of 512 rows and keys; `grouped`: of queries eight; `text`: 77 of both."""
         heads = 8 if "grouped" in self.words else 2, 2, 2
-        keys = 77 if "text" in self.words else 512
-        sizes = zip(heads, (512, keys, keys), (self.d, self.d, self.d_v), strict=True)
+        s = 77 if "text" in self.words else 512
+        sizes = zip(heads, (s, s, s), (self.d, self.d, self.d_v), strict=True)
         q, k, v = (torch.empty(1, h, s, n, dtype=self.dtype) for h, s, n in sizes)
         packed = "packed" in self.words
         layout: Any = PACKED if packed else RANGES if "ranges" in self.words else Dense()
