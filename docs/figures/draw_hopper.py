@@ -31,7 +31,8 @@ def arrow(ax: Axes, start: tuple[float, float], stop: tuple[float, float], color
 def draw_roles(theme: str) -> None:
     ink = STYLES[theme]["ink"]
     figure, ax = plt.subplots(figsize=(9, 4.4), layout="constrained")
-    box(ax, 0.0, 1.6, 1.9, 1.6, LOAD, "producer\none warp\n\ndraws work,\nloads by TMA")
+    box(ax, 0.0, 3.4, 1.9, 1.3, LOAD, "scheduler\none warp\n\ndraws work, loads q")
+    box(ax, 0.0, 0.9, 1.9, 1.3, LOAD, "producer\none warp\n\nloads k and v")
     box(ax, 3.0, 3.6, 2.4, 0.9, SHARED, "query rows\n2 slots (1 at d 256)")
     box(ax, 3.0, 2.0, 2.4, 0.9, SHARED, "ring of key tiles\n2 or 3 stages")
     box(ax, 3.0, 0.4, 2.4, 0.9, SHARED, "ring of value tiles\n2 or 3 stages")
@@ -39,12 +40,16 @@ def draw_roles(theme: str) -> None:
         note = "\nwhere registers allow three" if i == 2 else ""
         text = f"consumer {i}: 4 warps, 64 rows\nq kᵀ, softmax, p v in registers{note}"
         box(ax, 6.7, 3.3 - 1.6 * i, 3.1, 1.2, PRODUCT, text)
-    for y in (4.05, 2.45, 0.85):
-        arrow(ax, (1.95, 2.4 + 0.25 * (y - 2.45)), (2.95, y), LOAD)
+    for y, start in ((4.05, 4.05), (2.45, 1.7), (0.85, 1.4)):
+        arrow(ax, (1.95, start), (2.95, y), LOAD)
         for i in range(3):
             arrow(ax, (5.45, y), (6.65, 3.9 - 1.6 * i), SHARED)
+    arrow(ax, (0.7, 3.35), (0.7, 2.25), LOAD)
+    arrow(ax, (1.2, 2.25), (1.2, 3.35), ink, dashed=True)
+    ax.text(0.65, 2.8, "what an\nitem is", ha="right", va="center", fontsize=8)
+    ax.text(1.25, 2.8, "asks for\nthe next", ha="left", va="center", fontsize=8)
     ax.plot([8.2, 8.2, 0.95], [0.05, -0.25, -0.25], color=ink, ls="--", lw=1.2)
-    arrow(ax, (0.95, -0.25), (0.95, 1.55), ink, dashed=True)
+    arrow(ax, (0.95, -0.25), (0.95, 0.85), ink, dashed=True)
     ax.text(4.2, -0.15, "empty: named barriers, one for each stage", ha="center", va="bottom", fontsize=8.5)
     ax.text(4.2, 4.75, "full: an mbarrier counts the bytes of each stage", ha="center", fontsize=8.5)
     ax.set(xlim=(-0.2, 10), ylim=(-0.7, 5.1))

@@ -70,14 +70,6 @@ def _count(address: Array) -> Array:
     return _add(address, 1)
 
 
-DISGUISE = np.int32(0x5A5A5A5A)
-"""Of a count that one thread has and the others have not, until they are told."""
-
-
-def _begin_count(address: Array) -> Array:
-    return _count(address) ^ DISGUISE
-
-
 def _add_one(address: Array) -> Array:
     _add(address, this_partition().warps)
     return np.int32(0)
@@ -171,8 +163,6 @@ TEXTS: tuple[tuple[str, Callable[[str], Callable[..., Any]]], ...] = (
         COUNT + r"redux\.sync\.or\.b32 \$0, \$0, 0xffffffff; \}",
         _always(_count),
     ),
-    (COUNT + r"\}", _always(_begin_count)),
-    (r"redux\.sync\.or\.b32 \$0, \$1, 0xffffffff;", _always(lambda x: x ^ DISGUISE)),
     (
         (
             r"\{ \.reg \.pred chosen; bar\.warp\.sync 0xffffffff; elect\.sync _\|chosen, 0xffffffff; "

@@ -23,10 +23,11 @@ from saccade.backends.hopper.backward import load as backward_load
 from saccade.backends.hopper.backward import pipeline as backward_pipeline
 from saccade.backends.hopper.backward import wide as backward_wide
 from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
-from saccade.backends.hopper.forward import epilogue, kernel, load
+from saccade.backends.hopper.forward import epilogue, kernel, load, schedule, work_item
+from saccade.backends.hopper.forward.schedule import tiles_of_rows
 from saccade.backends.hopper.latent import load as latent_load
 from saccade.backends.hopper.latent.load import Seesaw
-from saccade.backends.hopper.pipeline import Ring, Slots
+from saccade.backends.hopper.pipeline import Plans, Ring, Slots
 from saccade.backends.hopper.ptx import barrier_arrive
 from saccade.backends.hopper.shim import tma_load, tma_reduce_add, tma_store, view
 from saccade.testing import check
@@ -55,6 +56,11 @@ def wait_and_release(self, n, pred=True):
 
 @gluon.jit
 def nothing(self, n):
+    pass
+
+
+@gluon.jit
+def nothing_at_all(self):
     pass
 
 
@@ -178,8 +184,14 @@ def no_captured_tile(args, pipe, stage, tile, start, full):
 
 
 @gluon.jit
-def without_the_first_of_a_round(number, items, drawn):
-    return drawn * gl.num_programs(0) + gl.program_id(0) + 1
+def quotient_that_may_be_less(n, d, inverse):
+    q = gl.umulhi(n.to(gl.uint32, bitcast=True), inverse).to(gl.int32, bitcast=True)
+    return q, n - q * d
+
+
+@gluon.jit
+def tiles_of_the_first_row(mask, b, row, rows, keys, ROWS: gl.constexpr, BLOCK_K: gl.constexpr):
+    return tiles_of_rows(mask, b, row, gl.minimum(rows, row + 1), keys, ROWS, BLOCK_K)
 
 
 FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
@@ -213,8 +225,11 @@ TALL: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
 WIDE: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for out's place": ([(epilogue, "claim_out", no_claim_of_out)], Race),
 }
-FEW: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
-    "an item that nobody has": ([(load, "sorted_number", without_the_first_of_a_round)], AssertionError),
+ITEMS: dict[str, tuple[list[tuple[Any, str, Any]], Any]] = {
+    "an item that is drawn too early": ([(Plans, "wait_for_request", nothing_at_all)], EmulatorError),
+    "a record read before it is written": ([(Plans, "wait", nothing)], (EmulatorError, AssertionError)),
+    "an item that is somewhere else": ([(work_item, "divide", quotient_that_may_be_less)], AssertionError),
+    "keys that no tile has": ([(schedule, "tiles_of_rows", tiles_of_the_first_row)], AssertionError),
 }
 PACKED: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "a record written while it is read": ([(Slots, "record_of", one_record_less)], AssertionError),
@@ -245,7 +260,7 @@ KERNELS = {
     "one_block": ONE_BLOCK,
     "tall": TALL,
     "wide": WIDE,
-    "few": FEW,
+    "items": ITEMS,
     "packed": PACKED,
     "captured": CAPTURED,
     "learned": LEARNED,
@@ -265,8 +280,8 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     if kernel == "wide":  # with a mask out has a place of its own
         q, k, v = torch.randn(3, 1, 2, 496, 256, dtype=torch.bfloat16).unbind()
         more = {"mask": causal()}
-    if kernel == "few":
-        q, k, v, more = *(x[:, :, :300] for x in (q, k, v)), {"mask": causal()}
+    if kernel == "items":  # of one slot
+        q, k, v, more = *torch.randn(3, 1, 3, 200, 256, dtype=torch.bfloat16).unbind(), {"mask": causal()}
     if kernel == "packed":  # and sequences of a tile of keys, whose numbers a consumer reads again when its out leaves
         q, k, v = torch.randn(3, 300, 2, 256, dtype=torch.bfloat16).unbind()
         more = {"layout": Packed.from_lengths([60, 30, 50, 40, 20, 60, 40]), "mask": causal()}

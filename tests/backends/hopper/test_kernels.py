@@ -16,6 +16,7 @@ from saccade import (
     Dense,
     Descale,
     LatentCache,
+    Mask,
     Packed,
     Paged,
     Unsupported,
@@ -23,6 +24,7 @@ from saccade import (
     attention,
     bias,
     causal,
+    documents,
     explain,
     mask_mod,
     prefix,
@@ -465,9 +467,29 @@ def test_sections_of_packed_heads(monkeypatch: pytest.MonkeyPatch, rows: int, de
 @pytest.mark.parametrize("heads", [1, 3, 4, 6, 7, 9, 11, 12, 13, 20])
 @pytest.mark.parametrize("d", [64, 128])
 def test_each_item_has_a_program(d: int, heads: int) -> None:
-    """Of four rounds or fewer, whose order is fixed, and of more."""
+    """Whoever draws it."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, heads, 50, d, dtype=torch.bfloat16).unbind()
     with emulated(heads):
         for mask in (None, causal()):
             check(q, k, v, backend="gluon", mask=mask, backward=False).assert_ok()
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_a_program_with_many_short_items(d: int, d_v: int, seed: int) -> None:
+    """One or two slots for queries, and items of one tile and of more."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(1, 3, 300, width, dtype=torch.bfloat16) for width in (d, d, d_v))
+    with emulated(seed, processors=1):
+        check(q, k, v, backend="gluon", mask=causal(), backward=False).assert_ok()
+
+
+@pytest.mark.parametrize("more", [None, causal(), window(100, 30)], ids=["all", "causal", "window"])
+@pytest.mark.parametrize("ids", [(100, 150, 100, 150), (60, 20, 300, 120)])
+def test_tiles_of_documents_in_pieces(more: Mask | None, ids: tuple[int, ...]) -> None:
+    """Later rows see earlier keys: the bounds of a first and a last row do not say which tiles an item has."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 500, 64, dtype=torch.bfloat16).unbind()
+    mask = documents(torch.tensor([0, 1, 0, 2]).repeat_interleave(torch.tensor(ids))[None])
+    with emulated(processors=1):
+        check(q, k, v, backend="gluon", mask=mask if more is None else mask & more, backward=False).assert_ok()

@@ -17,6 +17,8 @@ from saccade.backends.hopper.shim import Value, aggregate
 
 TURN = gl.constexpr(6)
 """6 to 8: whose turn it is to issue products."""
+ASKED = gl.constexpr(9)
+"""The forward's producer asks for an item."""
 KEYS_EMPTY = gl.constexpr(10)
 VALUES_EMPTY = gl.constexpr(13)
 """10 to 12 and 13 to 15: one for each stage."""
@@ -159,6 +161,35 @@ class Slots:
 
 
 @aggregate
+class Plans:
+    """How the forward's scheduler and its producer take turns: the record of item n is written, and the producer asks
+    for one more item."""
+
+    made: gl.shared_memory_descriptor
+    """one barrier for each record"""
+
+    @gluon.jit
+    def tell(self, n):
+        """For the scheduler: the record of item n is written."""
+        mbarrier.arrive(self.made.index(n % self.made.shape[0]), count=1)
+
+    @gluon.jit
+    def wait(self, n):
+        """For the producer: waits until the record of item n is written."""
+        mbarrier.wait(self.made.index(n % self.made.shape[0]), (n // self.made.shape[0]) & 1)
+
+    @gluon.jit
+    def ask(self):
+        """For the producer: asks for one more item."""
+        barrier_arrive(ASKED, 64)
+
+    @gluon.jit
+    def wait_for_request(self):
+        """For the scheduler: waits until the producer asks. Until the item is told, it does not ask again."""
+        barrier_sync(ASKED, 64)
+
+
+@aggregate
 class Turns:
     """A fixed rotation in which the consumers issue their products; off, it costs nothing."""
 
@@ -187,6 +218,7 @@ class Pipeline:
     """All that the forward's warps share."""
 
     slots: Slots
+    plans: Plans
     keys: Ring
     values: Ring
     turns: Turns

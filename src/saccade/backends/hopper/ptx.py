@@ -139,14 +139,11 @@ def uniform(number):
 
 
 @gluon.constexpr_function
-def _count_text(order, announces):
+def _count_text(order):
     return (
         "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
-        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; {_TELL if announces else ''}}}"
+        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
     )
-
-
-_TELL = "redux.sync.or.b32 $0, $0, 0xffffffff; "
 
 
 @gluon.jit
@@ -156,25 +153,9 @@ def count_up(counter, ORDER: gl.constexpr):
     gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
     (notes/gluon.md).
     """
-    text: gl.constexpr = _count_text(ORDER, True)
+    text: gl.constexpr = _count_text(ORDER)
     address = counter.to(gl.int64, bitcast=True)
     return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def begin_count(counter, ORDER: gl.constexpr):
-    """The same in two steps, between which nobody waits: what it was, to one thread, and zero to the others."""
-    text: gl.constexpr = _count_text(ORDER, False)
-    address = counter.to(gl.int64, bitcast=True)
-    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def counted(number):
-    """What `begin_count` returned, to all of the warp."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.constexpr_function

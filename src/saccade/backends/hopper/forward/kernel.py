@@ -17,6 +17,7 @@ from saccade.backends.device.positions import is_packed, numbered
 from saccade.backends.device.tiles import used_length
 from saccade.backends.hopper.forward.epilogue import store_results
 from saccade.backends.hopper.forward.load import is_split, load
+from saccade.backends.hopper.forward.schedule import schedule
 from saccade.backends.hopper.forward.scores import (
     LOWEST,
     LOWEST_FINITE,
@@ -31,9 +32,9 @@ from saccade.backends.hopper.forward.transpose import transpose
 from saccade.backends.hopper.forward.work_item import (
     BATCH,
     KEYS,
+    NUMBERS,
     USED,
     TileScheduler,
-    numbers_of_item,
     tile_at,
     work_item,
 )
@@ -41,6 +42,7 @@ from saccade.backends.hopper.pipeline import (
     KEYS_EMPTY,
     VALUES_EMPTY,
     Pipeline,
+    Plans,
     Slots,
     Turns,
     new_barriers,
@@ -450,8 +452,6 @@ class ForwardShape(NamedTuple):
     """registers of the four warps that transpose 8-bit values; 0 without them"""
     DV_LAST: Any
     """columns of the last one of out's DV_PARTS"""
-    SORTED: Any
-    """whether work items see fewer and fewer keys"""
     OUT_COLUMNS: Any
     """columns of out that have their own buffer in shared memory; 0: out reuses q's"""
 
@@ -542,13 +542,12 @@ def forward_kernel(
     if captured_desc is not None:
         captured_shape: gl.constexpr = [STAGES * CONSUMERS, 1, 1, 64, shape.BLOCK_K]
         captured_tiles = gl.allocate_shared_memory(captured_desc.dtype, captured_shape, captured_desc.layout)
-    HELD: gl.constexpr = numbers_of_item(is_packed(used_q), mask.block_sparse, is_split(pages))
     out_tiles = None
     if OUT_COLUMNS > 0:
         out_shape: gl.constexpr = [CONSUMERS, 1, 1, 64 // ROWS, ROWS, OUT_COLUMNS]
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
     RECORDS: gl.constexpr = SLOTS + (2 if OUT_COLUMNS > 0 else 1)
-    records = gl.allocate_shared_memory(gl.int32, [RECORDS * HELD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    records = gl.allocate_shared_memory(gl.int32, [RECORDS * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if TURNED:
         raw_tiles = gl.allocate_shared_memory(DTYPE, [RAW, 1, 1, shape.BLOCK_K, BLOCK_DV], v_desc.layout)
         numbers = gl.allocate_shared_memory(gl.int32, [RAW + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -556,7 +555,8 @@ def forward_kernel(
     else:
         raw = None
     pipe = Pipeline(
-        Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, HELD, CHUNKS),
+        Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, NUMBERS, CHUNKS),
+        Plans(new_barriers(RECORDS, 1)),
         new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
         new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS + 96 if TURNED else READERS),
         Turns(shape.TURNS, CONSUMERS),
@@ -566,21 +566,34 @@ def forward_kernel(
         shape,
     )
     REGISTERS: gl.constexpr = shape.REGISTERS
+    LOADER_REGISTERS: gl.constexpr = shape.LOADER_REGISTERS
     if TURNED:
         gl.warp_specialize(
-            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (transpose, (args, pipe)), (load, (args, pipe))],
-            [4, 4, 1],
-            [REGISTERS, shape.TRANSPOSER_REGISTERS, shape.LOADER_REGISTERS],
+            [
+                (consume, (0, args, pipe)),
+                (consume, (1, args, pipe)),
+                (transpose, (args, pipe)),
+                (schedule, (args, pipe)),
+                (load, (args, pipe)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, shape.TRANSPOSER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (load, (args, pipe))],
-            [4, 1],
-            [REGISTERS, shape.LOADER_REGISTERS],
+            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (schedule, (args, pipe)), (load, (args, pipe))],
+            [4, 1, 1],
+            [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (consume, (2, args, pipe)), (load, (args, pipe))],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, shape.LOADER_REGISTERS],
+            [
+                (consume, (0, args, pipe)),
+                (consume, (1, args, pipe)),
+                (consume, (2, args, pipe)),
+                (schedule, (args, pipe)),
+                (load, (args, pipe)),
+            ],
+            [4, 4, 1, 1],
+            [REGISTERS, REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )

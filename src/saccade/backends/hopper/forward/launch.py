@@ -52,8 +52,6 @@ PACKED_GAIN = 1.02
 """The same for packed sequences of unknown lengths; half of a tile is empty in the mean."""
 SHORT_GAIN = 1.1
 """Another number of consumers works on short rows if the scores of a program fall by this factor (notes/gluon.md)."""
-LATE_ROUNDS = 16
-"""The most items of a program with which it draws late while keys arrive (notes/distributed.md)."""
 
 
 def forward(
@@ -242,9 +240,6 @@ def prepare(
             section = processors // packs
     items = blocks * b * h_k * packs
     numbers = blocks, b * h_k * packs, section, h_k, call.group, s_q, s_k
-    # Whether programs draw the next item when one is nearly done. Packed sequences take longer to open, which pays
-    # where keys come, the longest sequences first, and items are few.
-    draws_late = items <= LATE_ROUNDS * processors if arriving else is_sorted(call)
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
@@ -252,7 +247,7 @@ def prepare(
         "SLOTS": config.slots, "STAGES": config.stages, "TURNS": bool(config.turns), "REGISTERS": config.registers,
         "LOADER_REGISTERS": config.loader_registers, "OVERLAP": bool(config.overlap), "DV_PARTS": dv_parts,
         "TRANSPOSER_REGISTERS": config.transposer_registers, "DV_LAST": dv_last,
-        "OUT_COLUMNS": config.out_columns, "SORTED": draws_late,
+        "OUT_COLUMNS": config.out_columns,
     }  # fmt: skip
     constants = {"shape": _shape(**sizes)}
     grid = min(items * key_splits(call, processors), processors), 1, 1

@@ -1,4 +1,4 @@
-"""The forward's producer: one warp that draws work items and loads their tiles, also from the pages of a cache."""
+"""The forward's producer: one warp that loads the keys and values of work items, also from the pages of a cache."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -13,35 +13,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, placed
+from saccade.backends.device.positions import is_packed, placed
 from saccade.backends.device.records import FLAGS, plain_int, runtime_int
-from saccade.backends.device.tiles import tile_range
-from saccade.backends.hopper.forward.epilogue import passes_unseeing, store_unseeing
-from saccade.backends.hopper.forward.transpose import SEQUENCE_BLOCK
-from saccade.backends.hopper.forward.work_item import (
-    BATCH,
-    BLOCK,
-    FEW,
-    FIRST_ROW,
-    HI,
-    IN_GROUP,
-    KEY_HEAD,
-    KEYS,
-    LATE,
-    LO,
-    PART,
-    ROW,
-    THERE,
-    USED,
-    block_list_of,
-    locate_packed,
-    packed_list,
-    put_tiles,
-    sorted_number,
-    tile_at,
-)
-from saccade.backends.hopper.ptx import begin_count, count_up, wait_for_copies
-from saccade.backends.hopper.shim import Value, aggregate, tma_load, view
+from saccade.backends.hopper.forward.work_item import BATCH, LATE, block_list_of, load_item, tile_at
+from saccade.backends.hopper.ptx import wait_for_copies
+from saccade.backends.hopper.shim import tma_load, view
 from saccade.backends.hopper.tiles import bytes_of, is_eight_bit, zero_tail
 from saccade.call import Call
 from saccade.layouts import Paged
@@ -177,115 +153,7 @@ def load_pages(desc, tiles, stage, page, h_k, start, SIZE: gl.constexpr, COLUMNS
             tma_load(desc, [number, h_k, row, FIRST + stripe * WIDTH], barrier, box)
 
 
-# The forward's producer: one warp that draws work and keeps the pipeline full.
-
-
-@aggregate
-class LoadItem:
-    """A work item as it is loaded."""
-
-    b: gl.tensor
-    """batch row; packed: first key; of pages: sequence"""
-    h_k: gl.tensor
-    in_group: gl.tensor
-    row: gl.tensor
-    keys: gl.tensor
-    lo: gl.tensor
-    hi: gl.tensor
-    skipped: gl.tensor
-    """how many tiles a consumer may have to skip before the first that it sees"""
-    offset: Value
-    """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
-    runs: which of `ArrivalArgs.steps` brings the item's"""
-
-
-@gluon.jit
-def plan_list(pipe, at, partial, tiles):
-    """The same as `plan_tiles` for a block list: LO to HI are indices in it, counted from its end, so that the partial
-    tiles, which come first, are after the core."""
-    for c in gl.static_range(pipe.shape.CONSUMERS):
-        put_tiles(pipe.slots, at, c, 0, 0, tiles - partial, tiles)
-    hi = gl.maximum(tiles, 1)
-    return hi * 0, hi, hi * 0
-
-
-@gluon.jit
-def plan_tiles(args, pipe, at, b, row, rows, keys, part):
-    """Writes which tiles of keys each consumer takes. Returns LO, HI, and how many of the tiles a consumer may have to
-    skip before the first that it sees."""
-    BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
-    ROWS: gl.constexpr = pipe.shape.ROWS
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    lo = gl.to_tensor(1 << 30)
-    hi = gl.to_tensor(0)
-    least = gl.to_tensor(1 << 30)
-    for c in gl.static_range(pipe.shape.CONSUMERS):
-        # [64]
-        q_idx = row + c * ROWS + gl.arange(0, 64, layout) % ROWS
-        keys_lo, keys_hi, core_lo, core_hi = args.mask.keys_of(args.mask.data, b, q_idx, keys - rows)
-        first, core, core_end, end = tile_range(keys_lo, keys_hi, core_lo, core_hi, q_idx < rows, keys, BLOCK_K)
-        if end > first:
-            lo = gl.minimum(lo, first)
-            least = gl.minimum(least, end)
-        hi = gl.maximum(hi, end)
-        put_tiles(pipe.slots, at, c, first // BLOCK_K, core // BLOCK_K, core_end // BLOCK_K, end // BLOCK_K)
-    # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones. Where the
-    # producer passes over items that see nothing, one consumer's rows see some key.
-    LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
-    hi = gl.maximum(hi // BLOCK_K, LEAST)
-    lo = gl.minimum(lo // BLOCK_K, hi - LEAST)
-    if args.parts is None:
-        return lo, hi, gl.maximum(hi - least // BLOCK_K, 0)
-    else:
-        lo, hi = part_of(args.parts, part, lo, hi)
-        return lo, hi, gl.minimum(gl.maximum(hi - least // BLOCK_K, 0), hi - lo - 1)
-
-
-@gluon.jit
-def open_item(args, pipe, number, drawn):
-    """Writes the numbers of a work item. Returns its LoadItem."""
-    ROWS: gl.constexpr = pipe.shape.ROWS * pipe.shape.CONSUMERS
-    PACK: gl.constexpr = 64 // pipe.shape.ROWS
-    at = pipe.slots.record_of(drawn)
-    part = number * 0
-    if args.parts is not None:
-        part = number % plain_int(args.parts.splits)
-        number = number // plain_int(args.parts.splits)
-        pipe.slots.put(at, PART, part)
-    if is_packed(args.used_q):
-        b, h_k, in_group, row = locate_packed(
-            args.scheduler, number, args.used_q, args.s_q, args.used_k, args.s_k, ROWS, PACK, args.arrivals is not None
-        )
-    else:
-        b, h_k, in_group, row = args.scheduler.locate(number, ROWS, PACK)
-    _, first_row, there, rows = extent(args.used_q, b, args.s_q)
-    _, first_key, _, keys = extent(args.used_k, b, args.s_k)
-    pipe.slots.put(at, BATCH, b)
-    pipe.slots.put(at, KEY_HEAD, h_k)
-    pipe.slots.put(at, IN_GROUP, in_group)
-    pipe.slots.put(at, ROW, row)
-    if args.mask.block_sparse:
-        if is_packed(args.used_q):
-            pipe.slots.put(at, BLOCK, packed_list(args.scheduler, number, args.used_q, row, there, ROWS))
-        _, partial, tiles = block_list_of(args, pipe, at, b, h_k * args.group + in_group, row)
-        lo, hi, skipped = plan_list(pipe, at, partial, tiles)
-    else:
-        lo, hi, skipped = plan_tiles(args, pipe, at, numbered(args.used_q, b), row, rows, keys, part)
-    pipe.slots.put(at, LO, lo)
-    pipe.slots.put(at, HI, hi)
-    if is_packed(args.used_q):
-        pipe.slots.put(at, FIRST_ROW, first_row)
-        pipe.slots.put(at, THERE, there)
-        pipe.slots.put(at, USED, rows)
-        pipe.slots.put(at, KEYS, keys)
-    offset = gl.to_tensor(0)  # of one type in every loop
-    if is_packed(args.used_k):
-        if is_eight_bit(pipe.values.tiles.dtype) and pipe.shape.TRANSPOSER_REGISTERS == 0:
-            offset = blocks_before(args.used_k, b, first_key, SEQUENCE_BLOCK) * SEQUENCE_BLOCK
-        if args.arrivals is not None:
-            offset = b * args.h_k + h_k
-        b = first_key
-    return LoadItem(b, h_k, in_group, row + first_row, keys, lo, hi, skipped, offset)
+# The forward's producer: one warp that keeps the pipeline full.
 
 
 @gluon.jit
@@ -305,33 +173,6 @@ def load_queries(args, pipe, drawn, item):
             q = pipe.slots.tiles.index((slot * CONSUMERS + c) * pipe.slots.CHUNKS + chunk)
             row = item.row + c * pipe.shape.ROWS
             tma_load(args.q_desc, [b, item.h_k, item.in_group, row, chunk * CHUNK], full, q)
-
-
-@gluon.jit
-def open_next(args, pipe, number, items, drawn, item):
-    """Opens work `drawn`: item `number`, or the first from there on that sees a key. The results of those before are
-    written, and others drawn in their place. Returns its LoadItem, if there is one, and whether there is."""
-    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
-    more = number < items
-    if not passes_unseeing(args.out, is_packed(args.used_q)):
-        if more:
-            item = open_item(args, pipe, number, drawn)
-            if EARLY:
-                load_queries(args, pipe, drawn, item)
-    else:
-        passing = more
-        while passing:
-            item = open_item(args, pipe, number, drawn)
-            passing = item.hi == item.lo
-            if passing:
-                store_unseeing(args, pipe.shape, item)
-                number = count_up(args.counter, "relaxed") + gl.num_programs(0)
-                more = number < items
-                passing = more
-        if EARLY:  # noqa: SIM102 - known when this is compiled, and the next is not
-            if more:
-                load_queries(args, pipe, drawn, item)
-    return item, more
 
 
 @gluon.jit
@@ -445,86 +286,47 @@ def load_finished(args, pipe, n, item, start, page, tails):
 
 
 @gluon.jit
-def load(args, pipe):  # noqa: C901 - most branches are known when this is compiled
-    """The producer: draws work, loads its query rows into a slot and its keys and values into the rings.
-
-    With two slots an item's queries come before its keys, while those of the item before are in use. With one, they
-    follow its first keys, which have stages sooner than the queries have a slot: that is free when out has left, or,
-    where out has a place of its own, before the last values are read.
-    """
-    EARLY: gl.constexpr = pipe.slots.SLOTS > 1
+def load(args, pipe):
+    """The producer: loads the keys and values of one work item after the other into the rings. Where queries have one
+    slot it loads them too, behind keys, which have a stage sooner, and before what consumers need later."""
+    ONE_SLOT: gl.constexpr = pipe.slots.SLOTS == 1
     OWN_OUT: gl.constexpr = pipe.shape.OUT_COLUMNS > 0
-    SORTED: gl.constexpr = pipe.shape.SORTED and EARLY
-    counter = args.counter
     n = gl.to_tensor(0)
     tails = gl.to_tensor(0)
-    drawn = gl.to_tensor(0)
-    number = gl.program_id(0)
-    if is_packed(args.used_q):  # as many as there are; a program without one repeats the last one
-        items = gl.load(args.used_q.tiles) * args.scheduler.heads * splits_of(args.parts)
-        number = gl.minimum(number, items - 1)
-    else:
-        items = args.scheduler.blocks * args.scheduler.heads * splits_of(args.parts)
-    more = gl.to_tensor(True)
-    if not passes_unseeing(args.out, is_packed(args.used_q)):
-        item = open_item(args, pipe, number, 0)
-        if EARLY:
-            load_queries(args, pipe, 0, item)
-    else:
-        item, more = open_next(
-            args,
-            pipe,
-            number,
-            items,
-            0,
-            LoadItem(number, number, number, number, number, number, number, number, number),
-        )
-    while more:
+    done = gl.to_tensor(0)
+    pipe.plans.wait(0)
+    at = pipe.slots.record_of(0)
+    b = pipe.slots.get(at, BATCH)
+    while b >= 0:
+        item = load_item(args, pipe, at)
         there = gl.to_tensor(0)
         if args.arrivals is not None:
             there = tiles_there(args, item, pipe.shape.BLOCK_K)
-        begun = gl.minimum(pipe.keys.STAGES, item.hi - item.lo) - 1
-        # With a slot free for it the next item is drawn soon, but not before every consumer has a tile that it sees: it
-        # leaves the slot after that one. With one slot, and of many sorted items, it is drawn late, so that the longest
-        # item goes to who is done first.
-        ahead = gl.maximum(begun, item.skipped) if EARLY else item.hi - item.lo - 1
-        if SORTED:  # noqa: SIM102 - known when this is compiled, and the next is not
-            if items > FEW * gl.num_programs(0):
-                ahead = gl.maximum(ahead, item.hi - item.lo - 1 - LATE)
-        pending = gl.to_tensor(0)
-        upcoming = item
-        at = pipe.slots.record_of(drawn)
         block_list, _, _ = block_list_of(args, pipe, at, item.b, item.h_k * args.group + item.in_group, item.row)
+        ahead = gl.maximum(item.hi - item.lo - 1 - LATE, 0)
+        # A slot is free when out has left, or, where out has a place of its own, before the last values are read.
+        queries = item.lo * 0 if OWN_OUT else gl.minimum(pipe.keys.STAGES, item.hi - item.lo) - 1
+        if ONE_SLOT:  # whose record has to be free, too
+            ahead = gl.maximum(ahead, queries)
         for j in range(item.hi - item.lo):
             start = tile_at(args.mask, block_list, item.hi, item.hi - 1 - j) * pipe.shape.BLOCK_K
-            if args.arrivals is not None:  # noqa: SIM102
+            if args.arrivals is not None:  # noqa: SIM102 - known when this is compiled, and the next is not
                 if j == there:
                     wait_for_keys(args.arrivals, item)
-            if SORTED:  # noqa: SIM102
-                if j == ahead:  # the number comes while keys and values do
-                    pending = begin_count(counter, "relaxed")
             load_keys(args, pipe, n, item, start)
-            if not EARLY and OWN_OUT and j == 0:
-                load_queries(args, pipe, drawn, upcoming)  # still this one
+            if ONE_SLOT:  # noqa: SIM102
+                if j == queries:
+                    load_queries(args, pipe, done, item)
+            if j == ahead:
+                pipe.plans.ask()
             tails = load_values(args, pipe, n, item, start, tails)
             n += 1
-            if not EARLY and not OWN_OUT and j == begun:
-                load_queries(args, pipe, drawn, upcoming)
-            if j == ahead:
-                drawn += 1
-                if SORTED:
-                    number = sorted_number(pending, items, drawn)
-                else:
-                    number = count_up(counter, "relaxed") + gl.num_programs(0)
-                upcoming, more = open_next(args, pipe, number, items, drawn, upcoming)
-        item = upcoming
-    pipe.slots.put(pipe.slots.record_of(drawn), BATCH, -1)
-    mbarrier.arrive(pipe.slots.full.index(pipe.slots.claim(drawn)), count=1)
+        done += 1
+        pipe.plans.wait(done)
+        at = pipe.slots.record_of(done)
+        b = pipe.slots.get(at, BATCH)
+    pipe.slots.fill(pipe.slots.claim(done))  # its record says that there is no more work
     if pipe.shape.TRANSPOSER_REGISTERS > 0:
         slot = pipe.raw.claim(n)
         pipe.raw.put(pipe.raw.record_of(n), 0, -1)
         mbarrier.arrive(pipe.raw.full.index(slot), count=1)
-    # The last program leaves the counters as it found them.
-    if count_up(counter + 1, "acq_rel") == gl.num_programs(0) - 1:
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)

@@ -1,4 +1,4 @@
-"""Work items: their order, and the numbers by which the producer describes one to the consumers."""
+"""Work items: their order, and the numbers by which the scheduler describes one to the other warps."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 
 from saccade.backends.device.block_lists_kernel import block_list_number, load_block_list
 from saccade.backends.device.positions import extent, is_packed
-from saccade.backends.hopper.ptx import counted
 from saccade.backends.hopper.shim import Value, aggregate
 
 # The order of work items: no multiprocessor is to end late, and keys and values are to stay in the L2 cache.
@@ -22,10 +21,25 @@ L2_BYTES = 36 << 20
 SHORT_BLOCKS = 8
 """Blocks of rows of a head that has few (notes/gluon.md)."""
 
-FEW = tl.constexpr(4)
-"""Rounds, in each of which a program has one item, that have a fixed order."""
-LATE = tl.constexpr(4)
-"""Tiles of keys before the last of an item, at which the next item is drawn in more rounds (notes/gluon.md)."""
+LATE = tl.constexpr(1)
+"""Tiles of an item that the producer has yet to load, besides the next, when it asks for the next item."""
+
+
+@gluon.jit
+def reciprocal(d):
+    """What `divide` multiplies by."""
+    return gl.to_tensor(d * 0 - 1).to(gl.uint32, bitcast=True) // d.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def divide(n, d, inverse):
+    """n // d and n % d of numbers that are not negative, by `inverse`, the reciprocal of d: a division takes ten times
+    as long, and a work item has several in a row."""
+    # The product is the quotient, or one less: inverse 2^-32 is less than 1 / d by less than 2^-32.
+    q = gl.umulhi(n.to(gl.uint32, bitcast=True), inverse).to(gl.int32, bitcast=True)
+    rest = n - q * d
+    more = rest >= d
+    return gl.where(more, q + 1, q), gl.where(more, rest - d, rest)
 
 
 @aggregate
@@ -44,32 +58,22 @@ class TileScheduler:
     """of each key head"""
 
     @gluon.jit
-    def locate(self, item, ROWS: gl.constexpr, PACK: gl.constexpr):
+    def inverse(self):
+        """The reciprocals of what `locate` divides by."""
+        return reciprocal(self.blocks * self.section), reciprocal(self.h_k * self.packs), reciprocal(self.packs)
+
+    @gluon.jit
+    def locate(self, inverse, item, ROWS: gl.constexpr, PACK: gl.constexpr):
         """Batch row, key head, first head in its group and first row of an item.
 
         Within a section of heads the last rows come first: under a causal mask they take longest.
         """
-        number = item // (self.blocks * self.section)
-        rest = item - number * (self.blocks * self.section)
+        number, rest = divide(item, self.blocks * self.section, inverse[0])
         size = gl.minimum(self.section, self.heads - number * self.section)
-        head = number * self.section + rest % size
-        row = (self.blocks - 1 - rest // size) * ROWS
-        return head // (self.h_k * self.packs), head // self.packs % self.h_k, head % self.packs * PACK, row
-
-
-@gluon.jit
-def sorted_number(pending, items, drawn):
-    """The pending of a program's item `drawn`, which may not be there, of items that see fewer and fewer keys.
-
-    Many go to who asks first, by the `pending` that `begin_count` returned. Few would all be asked for before any is
-    done; they go round back and forth: who has the longest of a round has the shortest of the next.
-    """
-    programs = gl.num_programs(0)
-    item = counted(pending) + programs
-    if items <= FEW * programs:
-        program = gl.program_id(0)
-        item = drawn * programs + gl.where(drawn % 2 == 0, program, programs - 1 - program)
-    return item
+        block = (rest.to(gl.uint32, bitcast=True) // size.to(gl.uint32, bitcast=True)).to(gl.int32, bitcast=True)
+        b, head = divide(number * self.section + rest - block * size, self.h_k * self.packs, inverse[1])
+        h_k, pack = divide(head, self.packs, inverse[2])
+        return b, h_k, pack * PACK, (self.blocks - 1 - block) * ROWS
 
 
 @triton.jit
@@ -114,27 +118,22 @@ def section_size(heads: int, packs: int, kv_bytes: int, blocks: int, processors:
     return -(-key_heads // sections) * packs
 
 
-# Work items: the numbers by which the producer tells the consumers what to do, and how a consumer reads them.
+# Work items: the numbers by which the scheduler tells producer and consumers what to do, and how these read them.
 
 
 # Batch row (-1: no more work), key head, first head of its group, first row, the tiles of keys [LO, HI) that are
-# loaded, and four numbers for each consumer from CONSUMER on.
-BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, CONSUMER = (gl.constexpr(i) for i in range(7))
+# loaded, how many keys there are; for the producer the fields `b` and `offset` of a LoadItem; and four numbers for each
+# consumer from CONSUMER on.
+BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, KEYS, ORIGIN, OFFSET, CONSUMER = (gl.constexpr(i) for i in range(10))
 # Packed sequences, whose lengths are not where the batch row says, also have the first row, how many rows there are,
-# how many of them are in use, and how many keys.
-FIRST_ROW, THERE, USED, KEYS = (gl.constexpr(18 + i) for i in range(4))
+# and how many of them are in use.
+FIRST_ROW, THERE, USED = (gl.constexpr(21 + i) for i in range(3))
 # With block lists they also have which of a head's lists is the item's; where keys are cut, which part it has.
-BLOCK, PART = gl.constexpr(22), gl.constexpr(23)
+BLOCK, PART = gl.constexpr(24), gl.constexpr(25)
 
 
-@gluon.constexpr_function
-def numbers_of_item(packed, block_sparse, split):
-    """How many numbers a work item has."""
-    if split:
-        return 24
-    if not packed:
-        return 18
-    return 23 if block_sparse else 22
+NUMBERS = gl.constexpr(32)
+"""of a record, of which not all are in use"""
 
 
 @aggregate
@@ -154,6 +153,36 @@ class WorkItem:
     core_end: gl.tensor
     end: gl.tensor
     block_list: Value
+
+
+@aggregate
+class LoadItem:
+    """A work item as it is loaded."""
+
+    b: gl.tensor
+    """batch row; packed: first key; of pages: sequence"""
+    h_k: gl.tensor
+    in_group: gl.tensor
+    row: gl.tensor
+    keys: gl.tensor
+    lo: gl.tensor
+    hi: gl.tensor
+    offset: Value
+    """packed, of 8 bits: where the sequence's first value is in what `transpose` made; where keys come while the kernel
+    runs: which of `ArrivalArgs.steps` brings the item's"""
+
+
+@gluon.jit
+def load_item(args, pipe, at):
+    """The LoadItem of record `at`."""
+    slots = pipe.slots
+    row = slots.get(at, ROW)
+    if is_packed(args.used_q):
+        row += slots.get(at, FIRST_ROW)
+    return LoadItem(
+        slots.get(at, ORIGIN), slots.get(at, KEY_HEAD), slots.get(at, IN_GROUP), row, slots.get(at, KEYS),
+        slots.get(at, LO), slots.get(at, HI), slots.get(at, OFFSET),
+    )  # fmt: skip
 
 
 @gluon.jit
