@@ -183,7 +183,7 @@ def eight_bit(spec: Spec, score: str, row: dict[str, int] | None) -> ForwardConf
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32, overlap=0)
     if wide <= 128:
         return ForwardConfig(3, 128, 3, 2, 1, 160, 32, 8, overlap=0, parts=2)
-    return ForwardConfig(2, 128, 2, 1, int(spec.mask != "none"), 240, 24, 32, overlap=0, parts=2)
+    return ForwardConfig(2, 128, 2, 1, int(spec.mask != "none"), 240, 24, 68, overlap=0, parts=2)
 
 
 CAPTURED_CONSUMERS = 2

@@ -1,0 +1,266 @@
+"""Where users break `gluon`, in the emulator: replays without memory, few keys, and rows that see nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+pytest.importorskip("triton")
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from saccade import Dense, Mask, Packed, attention, causal, interval, mask_mod, prefix, relative_bias, window
+from saccade.backends.device import replay as launches
+from saccade.backends.hopper import tma_launch
+from saccade.ops import replay
+from tests.emulator import emulated
+from tests.emulator.launch import Emulation
+
+# Replays: `device/replay.py` over the emulator's kernels. What it allocates holds NaN.
+
+
+class Repeat:
+    """A launch by slots, as a PackedLaunch."""
+
+    def __init__(self, compiled: Any, grid: Any, arguments: Any, find: Callable[[Tensor], Any]) -> None:
+        self.compiled, self.grid = compiled, grid
+        self.sizes: dict[int, int] = {}
+        self.makers = [self.maker(x, find) for x in arguments]
+
+    def maker(self, x: Any, find: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+        if isinstance(x, TensorDescriptor):
+            base = self.maker(x.base, find)
+
+            def descriptor(spaces: Any) -> TensorDescriptor:
+                made = object.__new__(TensorDescriptor)
+                made.__dict__.update({**x.__dict__, "base": base(spaces)})
+                return made
+
+            return descriptor
+        if isinstance(x, tuple):
+            parts = [self.maker(y, find) for y in x]
+            whole: Any = type(x)._make if hasattr(x, "_fields") else tuple
+            return lambda spaces: whole([part(spaces) for part in parts])
+        if not isinstance(x, Tensor) or not x.numel():
+            return lambda spaces: x
+        slot, far = find(x)
+        size = 1 + sum((n - 1) * m for n, m in zip(x.shape, x.stride(), strict=True))
+        self.sizes[slot] = max(self.sizes.get(slot, 0), far + size * x.element_size())
+        first, shape, strides, dtype = far // x.element_size(), x.shape, x.stride(), x.dtype
+        return lambda spaces: torch.empty(0, dtype=dtype).set_(spaces[slot].untyped_storage(), first, shape, strides)
+
+    def __call__(self, device: Any, stream: Any, addresses: Any) -> None:
+        spaces = {}
+        for slot, size in self.sizes.items():
+            assert addresses[slot], "memory that is not there yet"
+            spaces[slot] = torch.frombuffer((ctypes.c_char * size).from_address(addresses[slot]), dtype=torch.uint8)
+        self.compiled.run(*self.grid, *[None] * 6, *[make(spaces) for make in self.makers])
+
+
+class Room:
+    """How many allocations of a replay succeed; and how many replays there were."""
+
+    def __init__(self) -> None:
+        self.left, self.replays = 1 << 30, 0
+
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise torch.OutOfMemoryError
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        made.untyped_storage().fill_(0xFF)
+        return made
+
+
+@contextlib.contextmanager
+def replayed(seed: int) -> Iterator[Room]:
+    room, launch, repeat = Room(), Emulation.launch, launches.Replay.__call__
+
+    def quiet(*given: Any) -> None:
+        with _disable_current_modes():  # the emulator's own operations are no part of the call
+            launch(*given)
+
+    def fill(self: Any, device: Any, stream: Any, addresses: Any) -> None:
+        bytes_there = self.pattern.to_bytes(self.width, "little") * self.elements
+        ctypes.memmove(addresses[self.slot[0]] + self.slot[1], bytes_there, len(bytes_there))
+
+    def counted(self: Any, addresses: Any) -> Any:
+        room.replays += 1
+        return repeat(self, addresses)
+
+    def packed(compiled: Any, grid: Any, arguments: Any, encodings: Any, find: Any) -> Repeat:
+        return Repeat(compiled, grid, arguments, find)
+
+    replaced = [
+        (Emulation, "launch", quiet),
+        (replay, "on_host", lambda x: False),
+        (launches, "new_launch_recorder", launches.LaunchRecorder),
+        (launches, "driver", object),
+        (launches, "packed", packed),
+        (launches, "empty", room.empty),
+        (launches.Fill, "__call__", fill),
+        (launches.Replay, "__call__", counted),
+    ]
+    with emulated(seed), contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=None))
+        replay.forget()
+        try:
+            yield room
+        finally:
+            replay.forget()
+
+
+CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "stored dq": ((90, 77, 64), {}),
+    "stored dq, in order": ((90, 77, 64), {"deterministic": True}),
+    "a sum": ((90, 150, 64), {"mask": causal()}),
+    "a sum in order": ((90, 150, 64), {"mask": causal(), "deterministic": True}),
+    "wide": ((70, 100, 192), {"mask": causal(), "deterministic": True}),
+    "used": ((90, 77, 64), {"layout": Dense(seqused_k=torch.tensor([50]))}),
+    "a table": ((70, 65, 64), {"score_mod": relative_bias(torch.linspace(-1, 1, 34).view(2, 17))}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_replays_without_room(name: str) -> None:
+    """Whichever allocation of a replay fails, forward or backward, the next call is right and counters are zero. A
+    replay has the bits of the call that it repeats, in memory that held NaN."""
+    (s_q, s_k, d), given = CALLS[name]
+    exactly = name != "a sum"
+
+    def run(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        shapes = (1, 2, s_q, d), (1, 1, s_k, d), (1, 1, s_k, d)
+        q, k, v = (torch.randn(x, dtype=torch.bfloat16).requires_grad_() for x in shapes)
+        out, lse = attention(q, k, v, backend="gluon", return_lse=True, **given)
+        dlse = torch.randn(lse.shape).masked_fill(lse == -torch.inf, 0)
+        return [out.detach(), *torch.autograd.grad([out, lse], (q, k, v), [torch.randn_like(out), dlse])]
+
+    def check(found: list[Tensor], wanted: list[Tensor]) -> None:
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=0 if exactly else 0.02, atol=0 if exactly else 0.02)
+
+    wanted = []
+    for seed in range(2):
+        with emulated(seed):
+            wanted.append(run(seed))
+    with replayed(7) as room:
+        for turn in range(4):
+            check(run(turn % 2), wanted[turn % 2])
+        assert room.replays == 4
+        failed = 0
+        for allocations in range(8):
+            room.left = allocations
+            try:
+                run(0)
+            except torch.OutOfMemoryError:
+                failed += 1
+            room.left = 1 << 30
+            assert not any(x.any() for x in tma_launch._counters.values())
+            check(run(1), wanted[1])
+        assert failed >= 6
+
+
+# One block of keys.
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("s_q", "s_k", "heads", "d"), [(129, 128, (4, 1), 64), (63, 1, (2, 2), 128), (190, 65, (6, 2), 64)]
+)
+def test_bits_of_one_block_of_keys(s_q: int, s_k: int, heads: tuple[int, int], d: int, deterministic: bool) -> None:
+    """dq is near the float64 gradient, and has the same bits whoever runs when, on however many processors."""
+    torch.manual_seed(s_k)
+    h_q, h_k = heads
+    x = torch.randn(2, max(s_q, s_k), h_q + 2 * h_k, d, dtype=torch.bfloat16)  # views of one projection
+    q, k, v = (y.transpose(1, 2) for y in x.split([h_q, h_k, h_k], 2))
+    q, k, v = q[:, :, :s_q], k[:, :, :s_k], v[:, :, :s_k]
+    dout, dlse = torch.randn(2, h_q, s_q, d, dtype=torch.bfloat16), torch.randn(2, h_q, s_q)
+    found = []
+    for seed, processors in ((0, 1), (1, 3), (2, 132)):
+        leaves = [y.detach().requires_grad_() for y in (q, k, v)]
+        with emulated(seed, processors=processors):
+            results = attention(*leaves, backend="gluon", return_lse=True, deterministic=deterministic)
+            found.append(torch.autograd.grad([*results], leaves, [dout, dlse]))
+    for others in found[1:]:
+        assert torch.equal(others[0], found[0][0])
+    wide = [y.detach().double().requires_grad_() for y in (q, k, v)]
+    scores = wide[0] @ wide[1].repeat_interleave(h_q // h_k, 1).mT * d**-0.5
+    out = scores.softmax(-1) @ wide[2].repeat_interleave(h_q // h_k, 1)
+    exact = torch.autograd.grad([out, scores.logsumexp(-1)], wide, [dout.double(), dlse.double()])
+    for y, z in zip(found[0], exact, strict=True):
+        assert (y.double() - z).norm() < 0.01 * z.norm()
+
+
+# Masks.
+
+EVERY_SECOND = mask_mod(lambda b, h, q_idx, kv_idx: (q_idx // 64 + kv_idx // 64) % 2 == 0)
+SPOTS = torch.tensor([[200], [0]]), torch.tensor([[210], [0]])
+MASKS: dict[str, tuple[Mask, Callable[[int, Tensor, Tensor, int], Tensor]]] = {
+    # (b, rows, keys, off) -> what rows see
+    "rows before all keys": (causal() & interval(40, None), lambda b, i, j, off: (j <= i + off) & (j >= 40)),
+    "rows behind all keys": (
+        window(30, None) & interval(None, 64), lambda b, i, j, off: (j >= i + off - 30) & (j < 64)
+    ),
+    "nothing": (interval(300, 200) & causal(), lambda b, i, j, off: (i < 0) & (j < 0)),
+    "nothing in one batch row": (
+        interval(*SPOTS), lambda b, i, j, off: (j >= int(SPOTS[0][b])) & (j < int(SPOTS[1][b])) & (i >= 0)
+    ),
+    "beyond all keys": (~prefix(1000) | interval(64, 65), lambda b, i, j, off: (j == 64) & (i >= 0)),
+    "gaps": (EVERY_SECOND & window(100, 0), lambda b, i, j, off: ((i // 64 + j // 64) % 2 == 0)
+             & (j <= i + off) & (j >= i + off - 100)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("form", ["dense", "padded", "packed"])
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_and_items_that_see_nothing(name: str, form: str, processors: int) -> None:
+    """One program goes over items that see keys and items that do not, in rows that are in use and in others, of NaN;
+    two runs have the same bits."""
+    torch.manual_seed(0)
+    mask, sees = MASKS[name]
+    lengths, total = [(300, 260), (70, 250)], (390, 520)  # queries and keys of two sequences; rows are left over
+    if form == "dense":
+        lengths = [(300, 260)] * 2
+    starts = ((0, 0), lengths[0]) if form == "packed" else ((0, 0), (0, 0))
+    shape = (lambda h, i: (total[i], h, 64)) if form == "packed" else (lambda h, i: (2, (300, 260)[i], h, 64))
+    q, k, v = (torch.full(shape(h, i), torch.nan) for h, i in ((2, 0), (1, 1), (1, 1)))
+    ranges = []
+    for b, ((n_q, n_k), (at_q, at_k)) in enumerate(zip(lengths, starts, strict=True)):
+        first = () if form == "packed" else (b,)
+        ranges.append(((*first, slice(at_q, at_q + n_q)), (*first, slice(at_k, at_k + n_k))))
+        for x, place in ((q, 0), (k, 1), (v, 1)):
+            x[ranges[b][place]] = torch.randn(x[ranges[b][place]].shape)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    used_q, used_k = torch.tensor(lengths).unbind(1)
+    layout: Any = Dense("bshd", used_q, used_k) if form == "padded" else Dense("bshd")
+    if form == "packed":
+        ends = [torch.tensor([0, *x.cumsum(0)]) for x in (used_q, used_k)]
+        layout = Packed(*ends)
+    found = []
+    for seed in range(2):
+        with emulated(seed, processors=processors):
+            found.append(attention(q, k, v, backend="gluon", mask=mask, layout=layout, return_lse=True))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    wanted = torch.zeros(q.shape, dtype=torch.float64)
+    lse = torch.full((*q.shape[:-3], 2, q.shape[-3]), -torch.inf, dtype=torch.float64)
+    for b, ((n_q, n_k), (of_q, of_k)) in enumerate(zip(lengths, ranges, strict=True)):
+        visible = sees(b, torch.arange(n_q)[:, None], torch.arange(n_k), n_k - n_q)
+        scores = torch.einsum("ihd,jd->hij", q[of_q].double(), k[of_k][:, 0].double()) / 8
+        scores = scores.masked_fill(~visible, -torch.inf)
+        lse[(*of_q[:-1], slice(None), of_q[-1])] = scores.logsumexp(-1)
+        wanted[of_q] = torch.einsum("hij,jd->ihd", scores.softmax(-1).nan_to_num(0), v[of_k][:, 0].double())
+    torch.testing.assert_close(found[0].out.double(), wanted, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found[0].lse.double(), lse, rtol=1e-3, atol=1e-3)
+    assert not found[0].out.double()[(lse == -torch.inf).mT].any()
