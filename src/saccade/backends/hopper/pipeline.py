@@ -124,7 +124,7 @@ class Slots:
 
     @gluon.jit
     def claim(self, n):
-        """For the producer: waits until work n has a slot. Returns the slot."""
+        """For who loads queries: waits until work n has a slot. Returns the slot."""
         slot = n % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((n // self.SLOTS) & 1) ^ 1)
         return slot

@@ -259,7 +259,7 @@ class UnseeingRowsArgs(NamedTuple):
 
 @gluon.constexpr_function
 def passes_unseeing(out, packed):
-    """constexpr: out is UnseeingRowsArgs: the producer writes the results of work items that see no key"""
+    """constexpr: out is UnseeingRowsArgs: the scheduler writes the results of work items that see no key"""
     return out is not None and not packed
 
 

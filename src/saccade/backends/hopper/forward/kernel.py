@@ -1,4 +1,5 @@
-"""The Hopper forward kernel: a producer warp loads, and two or three consumer warpgroups compute 64 query rows each."""
+"""The Hopper forward kernel: a scheduler warp draws work, a producer warp loads, and two or three consumer warpgroups
+compute 64 query rows each."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -496,7 +497,7 @@ def forward_kernel(
     score, captured, arrivals, dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
-    PackedRowsArgs; UnseeingRowsArgs where the producer writes the results of work items that see no key; else None.
+    PackedRowsArgs; UnseeingRowsArgs where the scheduler writes the results of work items that see no key; else None.
     With `pages` keys may be cut in parts, whose results are what is written then: out, and lse and max_scores
     (splits, b, s_q, h_q).
 

@@ -180,8 +180,8 @@ def arguments(
 
 
 def _hides_rows(call: Call) -> bool:
-    """Whether the producer skips tiles of rows that see no key. It does for masks with a lower bound per row, as left
-    padding makes. Other masks hide few tiles. Kernels with sums of 256 columns have no registers for it."""
+    """Whether the scheduler passes over work items whose rows see no key. It does for masks with a lower bound per row,
+    as left padding makes. Other masks hide few tiles. Kernels with sums of 256 columns have no registers for it."""
     mask = call.mask
     wide = max(call.q.shape[3], call.v.shape[3]) > 192
     return mask is not None and mask.has_lower_bound and not mask.block_sparse and call.bounds_per_row and not wide
@@ -259,13 +259,6 @@ def _shape(**sizes: Any) -> ForwardShape:
     return ForwardShape(**{name: tl.constexpr(value) for name, value in sizes.items()})
 
 
-def is_sorted(call: Call) -> bool:
-    """Whether later work items of a section see fewer keys. False for 8-bit operands, whose tiles are too short to hide
-    the producer's extra work."""
-    causal = call.mask is not None and call.mask.kind == "causal"
-    return causal and call.descale is None and not call.layout.tensors
-
-
 def packed_sequences(call: Call) -> int | None:
     """The number of packed query sequences; None for a batch."""
     match call.layout:
@@ -329,7 +322,8 @@ def busy_rows(call: Call, consumers: int, processors: int) -> float:
     own = rows_of_a_consumer(call, consumers)
     items = b * h_k * -(-s_q // (own * consumers)) * -(-call.group * own // 64)
     rounds = -(-items // processors)
-    if is_sorted(call) and s_q == s_k:  # of the keys half are seen
+    causal = call.mask is not None and call.mask.kind == "causal"
+    if causal and call.descale is None and not call.layout.tensors and s_q == s_k:  # of the keys half are seen
         rounds = max(1.0, items / processors / 2)
     return rounds * consumers * 64
 

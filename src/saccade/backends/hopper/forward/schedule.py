@@ -85,7 +85,7 @@ def plan_tiles(args, pipe, at, b, row, rows, keys, part):
         hi = gl.maximum(hi, end)
         put_tiles(pipe.slots, at, c, first, core, core_end, end)
     # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones. Where the
-    # producer passes over items that see nothing, one consumer's rows see some key.
+    # scheduler passes over items that see nothing, one consumer's rows see some key.
     LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
     hi = gl.maximum(hi, LEAST)
     lo = gl.minimum(lo, hi - LEAST)
