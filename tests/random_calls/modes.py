@@ -89,7 +89,7 @@ def vmapped(*operands: Tensor, **keywords: Any) -> Result:
     """The second of two examples; the first has other numbers."""
     if not keywords.get("return_lse"):  # a Scored would have None for it, which vmap does not return
         keywords.pop("return_max_scores", None)
-    stacked = [torch.stack([x.flip(-1), x]) for x in operands]
+    stacked = [torch.stack([x.roll(1, -1), x]) for x in operands]
     result = torch.vmap(lambda q, k, v: attention(q, k, v, **keywords), randomness="same")(*stacked)
     return each(lambda x: x[1], result)
 
