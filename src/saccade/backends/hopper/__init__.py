@@ -95,7 +95,9 @@ def slower_than_next(call: Call, gradient: bool) -> str | None:
 
 def workspace(spec: Spec) -> str:
     rows = 12 if spec.sink else 8
-    sums = f"4 bytes for every element of q, d in whole multiples of 64, and {rows} for every query row and head"
+    stored = spec.layout == "dense" and spec.mask in ("none", "causal") and max(spec.d, spec.d_v) <= 128
+    few = " (none for up to 128 keys)" if stored else ""
+    sums = f"4 bytes for every element of q, d in whole multiples of 64{few}, and {rows} for every query row and head"
     shares = ", and where few heads of keys leave the GPU idle, dk and dv for each share of their query heads"
     turns = ", and 4 for every pair of a block of keys and one of rows" if spec.deterministic else ""
     turns += score_workspace(spec)
