@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -76,8 +75,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[T
         return (None,) * len(tensors)
     captures, *_ = ctx.static
     dout = torch.zeros_like(out) if dout is None else dout
-    needs = ctx.needs_input_grad[-len(tensors) :]
-    given, wanted = (dout, dlse, out, lse), needs[4 : 4 + captures]
+    needs = ctx.needs_input_grad[-len(tensors) :][: 4 + captures]
+    given, wanted = (dout, dlse, out, lse), needs[4:]
     found = None if torch.is_grad_enabled() else replay.of_saved(given, tensors, ctx.tail, wanted)
     gradients = None if found is None else found.again()  # nothing could tell that it goes past the dispatcher
     if gradients is None:
@@ -87,7 +86,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Sequence[T
             gradients += dcaptures
         else:
             gradients = execution.computed_gradients(found, given, flat, wanted)
-    return [x if asked else None for x, asked in zip_longest(gradients, needs)]
+    gradients = [x if asked else None for x, asked in zip(gradients, needs, strict=True)]
+    return *gradients, *[None] * (len(tensors) - len(needs))
 
 
 def _save(ctx: Any, needed: Needed, tensors: Sequence[Tensor | None], results: Outputs) -> None:

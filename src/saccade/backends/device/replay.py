@@ -82,7 +82,7 @@ class Replay:
         for launch in self.early:  # the device works while the host allocates the rest
             launch(self.index, stream, slots)
         results: list[Tensor | None] = []
-        slots = [*slots]
+        slots = [*slots]  # launches keep the list that they get
         for x in self.results:
             made = None if x is None else empty(x.shape, x.strides, x.dtype, self.device)
             results.append(made)
