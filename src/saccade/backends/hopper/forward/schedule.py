@@ -1,7 +1,8 @@
 """The forward's scheduler: one warp that draws work items, says what they are, and loads their query rows."""
 
-# No `from __future__ import annotations` here: the order of fields is that of types.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

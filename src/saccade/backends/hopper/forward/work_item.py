@@ -22,7 +22,7 @@ SHORT_BLOCKS = 8
 """Blocks of rows of a head that has few (notes/gluon.md)."""
 
 LATE = tl.constexpr(1)
-"""Tiles of an item that the producer has yet to load, besides the next, when it asks for the next item."""
+"""Tiles of an item that follow the one that the producer loads when it asks for the next item (notes/gluon.md)."""
 
 
 @gluon.jit
@@ -130,8 +130,6 @@ BATCH, KEY_HEAD, IN_GROUP, ROW, LO, HI, KEYS, ORIGIN, OFFSET, CONSUMER = (gl.con
 FIRST_ROW, THERE, USED = (gl.constexpr(21 + i) for i in range(3))
 # With block lists they also have which of a head's lists is the item's; where keys are cut, which part it has.
 BLOCK, PART = gl.constexpr(24), gl.constexpr(25)
-
-
 NUMBERS = gl.constexpr(32)
 """of a record, of which not all are in use"""
 
