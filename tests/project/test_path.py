@@ -14,15 +14,16 @@ from saccade.ops import dispatch
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "saccade"
 ROW = re.compile(r"^\| `(\w+)` \| (.+) \|$", re.MULTILINE)
-STEPS = 5
+STEPS = 4
 
 
 def paths() -> dict[str, list[list[str]]]:
     """Backend -> steps, each a list of functions `folder/file.function` in the order of their calls."""
     page = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
     section = page.partition("## 5.")[2].partition("## 6.")[0]
+    start = re.findall(r"`([\w/.]+)`", section.partition("share its start:")[2].partition("Then:")[0])
     rows = ROW.findall(section)
-    return {name: [re.findall(r"`([\w/.]+)`", step) for step in steps.split(" | ")] for name, steps in rows}
+    return {name: [start, *(re.findall(r"`([\w/.]+)`", step) for step in steps.split(" | "))] for name, steps in rows}
 
 
 def module_of(function: str) -> tuple[str, str]:
