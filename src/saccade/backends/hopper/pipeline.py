@@ -1,8 +1,8 @@
-"""What warps hand to one another through shared memory: every barrier and every phase of the kernels is here.
+"""What warps hand to one another through shared memory, and the barriers for it; `backward/pipeline.py` has more.
 
 A stage is full when its bulk copies have landed, which an mbarrier counts. It is empty when all of its readers have
-said so: named hardware barriers, as an arrival at an mbarrier costs a barrier over the whole reading group (4 % of the
-forward at d = 128; notes/gluon.md). Triton's own barriers have the numbers 0 to 5.
+arrived at a named barrier. An arrival at an mbarrier would need a barrier over the whole warpgroup (4 % of the forward
+at d = 128; notes/gluon.md). Triton itself uses the named barriers 0 to 5.
 """
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
@@ -108,10 +108,11 @@ class Ring:
 
 @aggregate
 class Slots:
-    """Tiles of query rows, one for each consumer in a slot, and records of numbers that say what they are.
+    """Tiles that work items keep, in slots, and a record of numbers for each item.
 
-    There is one record more than slots: the next one is written while all slots are in use; two where a slot is given
-    back before its record. `full` may have one barrier more, for copies that the producer itself waits for.
+    There is one record more than slots, as the next one is written while all slots are in use. There are two more where
+    a slot is released before its record is read for the last time. `full` may have one barrier more, for copies that
+    the producer itself waits for.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -124,7 +125,7 @@ class Slots:
 
     @gluon.jit
     def claim(self, n):
-        """For who loads queries: waits until work n has a slot. Returns the slot."""
+        """For the warp that fills slots: waits until item n has a slot. Returns the slot."""
         slot = n % self.SLOTS
         mbarrier.wait(self.empty.index(slot), ((n // self.SLOTS) & 1) ^ 1)
         return slot
@@ -135,18 +136,18 @@ class Slots:
 
     @gluon.jit
     def wait(self, n):
-        """For a consumer: waits until work n is there. Returns its slot."""
+        """For a consumer: waits until item n is there. Returns its slot."""
         mbarrier.wait(self.full.index(n % self.SLOTS), (n // self.SLOTS) & 1)
         return n % self.SLOTS
 
     @gluon.jit
     def release(self, n):
-        """For a consumer: it needs the slot of work n no more."""
+        """For a consumer: it needs the slot of item n no more."""
         mbarrier.arrive(self.empty.index(n % self.SLOTS), count=1)
 
     @gluon.jit
     def record_of(self, n):
-        """Where the numbers of work n are."""
+        """Where the numbers of item n are."""
         return n % (self.records.shape[0] // self.NUMBERS) * self.NUMBERS
 
     @gluon.jit
@@ -162,8 +163,8 @@ class Slots:
 
 @aggregate
 class Plans:
-    """How the forward's scheduler and its producer take turns: the record of item n is written, and the producer asks
-    for one more item."""
+    """What the forward's scheduler and its producer tell each other: that the record of item n is written, and that one
+    more item is wanted."""
 
     made: gl.shared_memory_descriptor
     """one barrier for each record"""

@@ -15,8 +15,7 @@ from saccade.call import Call
 from saccade.call.descale import EIGHT_BITS
 
 REGISTERS = 65536 // 128
-"""Of one multiprocessor, for each of the 128 threads of a group of warps. The loader has one group, of which it uses a
-warp."""
+"""Of one multiprocessor, for each of the 128 threads of a warpgroup. Producer and scheduler are warps of one."""
 BARRIER_BYTES = 1024
 """At most, with the records of the work items."""
 SPARE = 24

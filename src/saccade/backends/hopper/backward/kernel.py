@@ -55,7 +55,7 @@ from saccade.backends.hopper.tiles import product_layout, store_sums, thread_sum
 # that LLVM would compute before them occupy registers, and others spill.
 
 K_SLOTS = gl.constexpr(2)
-"""Places for k, and for the record of what a kv block is, of blocks in use, where there is room."""
+"""Slots for k, if there is room for two."""
 
 
 @aggregate
@@ -380,12 +380,12 @@ def store(consumer, desc, x, tiles, slot, sums, factor, block):
 
 # The Hopper backward up to d = 128: a program owns 128 keys of a head at a time and walks over the rows that see them.
 #
-# Five groups of warps share the work. One warp loads tiles of q and dout. Two consumers own 64 keys each, whose dk and
-# dv stay there: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`, `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`:
-# everything transposed so that p and ds are left operands without a detour. dq needs the ds of both consumers, which
-# therefore also goes through shared memory; each consumer takes a half of `dq = ds^T k`, and a warp of its own adds
-# that half to global memory in bulk. All query heads of a group pass through one program, so dk and dv need no
-# addition.
+# Five groups of warps share the work. The producer is one warp: it draws kv blocks, and loads k, v, q and dout. Two
+# consumers own 64 keys each, whose dk and dv stay in registers: `s = k q^T`, `p = exp(s - lse)`, `dp = v dout^T`,
+# `ds = p (dp - delta)`, `dv += p dout`, `dk += ds q`. All tiles are transposed, so that p and ds are left operands as
+# they are. dq needs the ds of both consumers, which therefore also goes through shared memory. Each consumer takes a
+# half of `dq = ds^T k`, and a warp of its own adds that half to global memory in bulk. All query heads of a share pass
+# through one program, so that their dk and dv are added up in registers.
 #
 # Programs stay on their multiprocessors and take one kv block after the other, so that the next k is loaded while
 # the last one is in use, and the next q and dout while the last dk and dv leave.

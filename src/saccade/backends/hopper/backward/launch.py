@@ -1,4 +1,4 @@
-"""From a Call and what its forward saved to the three launches of the backward."""
+"""From a Call and what its forward saved to the launches of the backward."""
 
 # pyright: reportCallIssue=false
 

@@ -19,10 +19,10 @@ from saccade.backends.hopper.pipeline import Ring
 from saccade.backends.hopper.shim import Value, aggregate, tma_load, wait_for_last
 from saccade.backends.hopper.tiles import zero_tail
 
-# The producer of a backward program that has one kv block: one warp that brings in k and v, and then q and dout.
+# The producer of a backward program that has one kv block: one warp that loads k and v, and then q and dout.
 #
-# A tile has its columns in CHUNKS side by side, each of COLUMNS of them. One that ends in rows which are not in use
-# lands for the producer alone, which clears them before any other warp sees the tile.
+# A tile is CHUNKS of COLUMNS columns side by side. If it ends in rows which are not in use, only the producer waits for
+# its copies. It clears these rows before any other warp sees the tile.
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ class QBlockRows:
 
 @gluon.jit
 def q_block_of(block, n, args):
-    """The QBlockPlace of step n."""
+    """The QBlockRows of step n."""
     BLOCK_Q: gl.constexpr = args.kv_blocks.BLOCK_Q
     h, q_block = block.step_at(n, args.group)
     row = q_block * BLOCK_Q
@@ -159,9 +159,7 @@ def load(
         dout_tails = dout.end(n, dout_tails, q_block)
 
 
-# The producer of backward programs that stay: one warp that draws kv blocks and brings in what each one needs.
-#
-# A tile that ends in rows which are not in use lands for the producer alone, as in `load.py`.
+# The producer of backward programs that stay: one warp that draws kv blocks and loads what each one needs.
 
 
 @gluon.jit

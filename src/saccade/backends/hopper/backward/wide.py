@@ -51,7 +51,7 @@ from saccade.backends.hopper.ptx import uniform
 from saccade.backends.hopper.shim import Value, aggregate, start_next, view, wait_for_last
 from saccade.backends.hopper.tiles import product_layout, wait_for_sums
 
-# The consumers of the backward above d = 128: one has dv, the other dk, and each half of every dq.
+# The consumers of programs of 64 keys: one has dv, the other dk, and each half of every dq.
 #
 # The first consumer's dq is one step late: s(i), exp2, p(i) handed over, dq(i - 1), dv. So what it waits for came
 # long ago, and while either consumer computes in registers, the other one's products keep the tensor cores busy.
@@ -427,18 +427,18 @@ def consume_keys(
     store(dk_desc, None if packed is None else packed.dk, dk, args.scale, block, shared.k_tiles, 0, D, c * BLOCK)
 
 
-# The Hopper backward for head dims above 128: a program owns 64 keys and walks over the query rows that see them.
+# The Hopper backward for head dims above 128, in programs of 64 keys; those of 128 are described above.
 #
-# dk and dv of 64 keys at d = 256 are half of a multiprocessor's registers, 128 of a thread in two consumers. So each of
-# them has one of the two sums, and the products are shared out so that none is computed twice:
+# At d = 256 dk and dv of 64 keys take half of a multiprocessor's registers: 128 of each thread of two consumers. So
+# each consumer has one of the two sums, and no product is computed twice:
 #
 # first consumer     s = k q^T      p = exp(s - lse)      dv += p dout     half of dq = ds^T k
 # second consumer    dp = v dout^T  ds = p (dp - delta)   dk += ds q       the other half
 #
 # p and ds are left operands straight from registers, as in the narrow kernel. p goes from the first to the second
-# through shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. That
-# is all that they say to one another. Both halves of dq are added to global memory from registers: shared memory has no
-# room for them beside two stages of q and of dout.
+# through shared memory, in float32 and in the order of the registers, and ds comes back as the left operand of dq. They
+# exchange nothing else. Both halves of dq are added to global memory from registers: shared memory has no room for them
+# beside two stages of q and of dout.
 
 
 @gluon.jit(do_not_specialize=["group", "h_q", "q_blocks"])

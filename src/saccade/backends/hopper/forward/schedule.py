@@ -40,8 +40,8 @@ from saccade.backends.hopper.tiles import is_eight_bit, log2
 
 @gluon.jit
 def plan_list(pipe, at, partial, tiles):
-    """The same as `plan_tiles` for a block list: LO to HI are indices in it, counted from its end, so that the partial
-    tiles, which come first, are after the core."""
+    """The same as `plan_tiles` for a block list. LO and HI are indices that count from the list's end. So its partial
+    tiles, which come first in the list, are behind the core."""
     for c in gl.static_range(pipe.shape.CONSUMERS):
         put_tiles(pipe.slots, at, c, 0, 0, tiles - partial, tiles)
     hi = gl.maximum(tiles, 1)
@@ -50,8 +50,8 @@ def plan_list(pipe, at, partial, tiles):
 
 @gluon.jit
 def tiles_of_rows(mask, b, row, rows, keys, ROWS: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The same as `tile_range`, in tiles, for ROWS rows from `row` on. Where bounds are the whole mask, and never fall
-    from one row to the next, those of the first row and of the last one in use say it."""
+    """The same as `tile_range`, in tiles, for ROWS rows from `row` on. If the bounds are the whole mask and never fall
+    from one row to the next, the first row and the last one in use have the extreme ones."""
     if mask.exact and mask.ordered:
         SHIFT: gl.constexpr = log2(BLOCK_K)
         last = gl.minimum(row + ROWS, rows) - 1
@@ -85,8 +85,8 @@ def plan_tiles(args, pipe, at, b, row, rows, keys, part):
             lo = gl.minimum(lo, first)
         hi = gl.maximum(hi, end)
         put_tiles(pipe.slots, at, c, first, core, core_end, end)
-    # Every consumer has a tile, even if its rows see nothing there: no loop has to consider empty ones. Where the
-    # scheduler passes over items that see nothing, one consumer's rows see some key.
+    # Every consumer has a tile, even if its rows see nothing there, so that no loop may be empty. If the scheduler
+    # passes over items that see nothing, some consumer's rows see a key, and there is a tile without this.
     LEAST: gl.constexpr = 0 if passes_unseeing(args.out, is_packed(args.used_q)) else 1
     hi = gl.maximum(hi, LEAST)
     lo = gl.minimum(lo, hi - LEAST)
@@ -146,7 +146,7 @@ def open_item(args, pipe, inverse, number, drawn):
 
 @gluon.jit
 def announce(args, pipe, drawn, item):
-    """Tells the producer of an item, and loads its queries where they have two slots; with one the producer does."""
+    """Tells the producer of an item. Loads its queries if they have two slots; with one slot the producer does."""
     pipe.plans.tell(drawn)
     if pipe.slots.SLOTS > 1:
         load_queries(args, pipe, drawn, item)
@@ -154,8 +154,8 @@ def announce(args, pipe, drawn, item):
 
 @gluon.jit
 def open_next(args, pipe, inverse, number, items, drawn):
-    """Opens work `drawn`: item `number`, or the first from there on that sees a key. The results of those before are
-    written, and others drawn in their place. Returns whether there is one."""
+    """Opens the program's item `drawn`: number `number`, or if that sees no key, one that is drawn in its place. Writes
+    the results of items that see no key. Returns whether there is an item."""
     more = number < items
     if passes_unseeing(args.out, is_packed(args.used_q)):
         passing = more
@@ -182,7 +182,7 @@ def schedule(args, pipe):
     counter = args.counter
     drawn = gl.to_tensor(0)
     number = gl.program_id(0)
-    if is_packed(args.used_q):  # as many as there are; a program without one repeats the last one
+    if is_packed(args.used_q):  # there may be fewer items than programs: these repeat the last one
         items = gl.load(args.used_q.tiles) * args.scheduler.heads * splits_of(args.parts)
         number = gl.minimum(number, items - 1)
         inverse = ()
