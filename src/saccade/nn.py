@@ -203,12 +203,8 @@ class Attention(nn.Module):
 
 
 def _given(positions: Tensor, x: Tensor) -> Tensor:
-    """The positions.
-
-    Raises:
-        TypeError: they are not a tensor.
-        ValueError: there is not one position for each token.
-    """
+    """The positions. Raises TypeError if they are not a tensor, and ValueError if there is not one position for each
+    token."""
     arguments.tensors(positions=positions)
     tokens = x.shape[:-1]
     fits = positions.dim() > 0 and arguments.broadcasts(positions.shape[:-1], tokens[:-1])

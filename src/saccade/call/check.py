@@ -117,11 +117,7 @@ def _reads_records(q: Any, cache: LatentCache, layout: Layout, backend: str, dro
 
 def _opened(q: Any, k: Any, v: Any, layout: Layout, reads: bool) -> tuple[Tensor, Tensor, Layout]:
     """The rows of a cache of records as 16-bit numbers, or as wide as queries are; their bytes if a kernel reads them.
-
-    Raises:
-        TypeError: keys and values apart.
-        ValueError: queries of other dtypes or of other shapes.
-    """
+    Raises TypeError for keys and values apart, and ValueError for queries of other dtypes or of other shapes."""
     arguments.tensors(q=q)
     if k is not v:
         raise TypeError(

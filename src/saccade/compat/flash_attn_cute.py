@@ -184,11 +184,8 @@ def flash_attn_varlen_func(
 
 
 def _by_position(cu_q: Tensor, cu_k: Any, most_q: Any, most_k: Any, more: Any) -> tuple[Any, Any, Any, Any]:
-    """Offsets and the longest lengths of calls that give them after v, where other versions have no qv.
-
-    Raises:
-        TypeError: something else than bounds follows, as seqused_q in yet others.
-    """
+    """Offsets and the longest lengths of calls that give them after v, where other versions have no qv. Raises
+    TypeError if something else than bounds follows, as seqused_q in yet others."""
     if most_q is None:  # the bounds are keywords, if they are there
         return cu_q, cu_k, most_k, more
     for x in (most_q, most_k):

@@ -171,13 +171,9 @@ def _shapes(*tensors: Tensor) -> str:
 
 
 def _records(q: Tensor, name: str, cache: Tensor, columns: int) -> LatentCache:
-    """The cache of FP8 records whose size its rows have.
-
-    Raises:
-        Unsupported: records of another size.
-        ValueError: queries or values of other columns than the records have, or bytes of another dtype or order.
-        TypeError: a cache that is not a tensor.
-    """
+    """The cache of FP8 records whose size its rows have. Raises Unsupported for records of another size, ValueError for
+    queries or values of other columns than the records have, or bytes of another dtype or order, and TypeError for a
+    cache that is not a tensor."""
     arguments.tensors(**{name: cache})
     found = next((form for form, record in FORMATS.items() if record.bytes == cache.shape[-1]), None)
     if found is None:
@@ -192,11 +188,8 @@ def _records(q: Tensor, name: str, cache: Tensor, columns: int) -> LatentCache:
 
 
 def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int) -> None:
-    """
-    Raises:
-        ValueError: a cache that is not like q, or more columns of values than a row has.
-        TypeError: a cache that is not a tensor, or columns that are not an integer.
-    """
+    """Raises ValueError for a cache that is not like q, or more columns of values than a row has, and TypeError for a
+    cache that is not a tensor, or columns that are not an integer."""
     arguments.tensors(**{cache_name: cache})
     if cache.shape[-1:] != q.shape[-1:] or cache.dtype != q.dtype or cache.device != q.device:
         wanted, got = (f"rows of {x.shape[-1]} {x.dtype} on {x.device}" for x in (q, cache))
@@ -206,11 +199,7 @@ def _check(q: Tensor, cache_name: str, cache: Tensor, name: str, columns: int) -
 
 
 def _check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """
-    Raises:
-        ValueError: a sink of another shape or device.
-        TypeError: a sink that is not a tensor.
-    """
+    """Raises ValueError for a sink of another shape or device, and TypeError for a sink that is not a tensor."""
     if sink is None:
         return
     arguments.tensors(attn_sink=sink)
@@ -230,12 +219,8 @@ def _pages(q: Tensor, table: Tensor, used: Tensor, page_size: int) -> Paged:
 
 def _lists(q: Tensor, name: str, slots: Tensor, length_name: str, length: Tensor | None) -> Paged:
     """The layout of rows that list slots; without a length all of them count, and a length is of each row, or of each
-    batch row.
-
-    Raises:
-        ValueError: a list or length of another shape, dtype or device; on a CPU, a length that no list has.
-        TypeError: not tensors.
-    """
+    batch row. Raises ValueError for a list or length of another shape, dtype or device, on a CPU also for a length that
+    no list has, and TypeError for what is not a tensor."""
     rows = q.shape[:-2]
     _check_integers(name, slots, q, (*rows, slots.shape[-1]) if isinstance(slots, Tensor) and slots.dim() else ())
     n = slots.shape[-1]
@@ -248,11 +233,7 @@ def _lists(q: Tensor, name: str, slots: Tensor, length_name: str, length: Tensor
 
 
 def _check_integers(name: str, x: Tensor, q: Tensor, shape: Sequence[int]) -> None:
-    """
-    Raises:
-        ValueError: another shape, dtype or device.
-        TypeError: not a tensor.
-    """
+    """Raises ValueError for another shape, dtype or device, and TypeError for what is not a tensor."""
     arguments.tensors(**{name: x})
     if x.dtype not in (torch.int32, torch.int64) or tuple(x.shape) != tuple(shape) or x.device != q.device:
         wanted = f"int32 or int64 {tuple(shape)} on {q.device} with q {tuple(q.shape)}"
@@ -260,10 +241,7 @@ def _check_integers(name: str, x: Tensor, q: Tensor, shape: Sequence[int]) -> No
 
 
 def _check_range(name: str, lengths: Tensor, most: int, text: str) -> None:
-    """
-    Raises:
-        ValueError: on a CPU, lengths that are negative or more than there are.
-    """
+    """On a CPU, raises ValueError for lengths that are negative or more than there are."""
     read = lengths.is_cpu and lengths.numel() and has_values(lengths)
     if read and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
         raise ValueError(f"{name} must be from 0 to {text}, got {shortened(lengths.flatten().tolist())}")

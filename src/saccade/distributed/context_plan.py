@@ -30,12 +30,8 @@ def padded(x: Tensor, rows: int, value: float = 0) -> Tensor:
 
 
 def check_fill(x: Tensor, fill: float) -> None:
-    """On every rank, also on those without rows to fill.
-
-    Raises:
-        TypeError: no number.
-        ValueError: one that x's dtype does not have.
-    """
+    """On every rank, also on those without rows to fill. Raises TypeError for what is no number, and ValueError for a
+    number that x's dtype does not have."""
     arguments.number("fill", fill)
     if x.is_complex() or (x.is_floating_point() and not math.isfinite(fill)):
         return

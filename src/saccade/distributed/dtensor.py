@@ -109,11 +109,8 @@ class _Cut(NamedTuple):
 
 
 def _cut_of(call: Call) -> _Cut:
-    """
-    Raises:
-        TypeError: q, k and v that are not all DTensors.
-        ValueError: placements of which no rank can compute its part by itself.
-    """
+    """Raises TypeError for q, k and v that are not all DTensors, and ValueError for placements of which no rank can
+    compute its part by itself."""
     operands: dict[str, Any] = dict(zip("qkv", call.given, strict=False))
 
     def got() -> str:

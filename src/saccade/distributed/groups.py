@@ -124,10 +124,7 @@ def _of_mesh(mesh: Any, ulysses: bool) -> Ranks:
 
 
 def check_order(group: Any) -> None:
-    """
-    Raises:
-        ValueError: a mesh in which a rank's place is not the one that its groups, which sort their ranks, give it.
-    """
+    """Raises ValueError for a mesh in which a rank's place is another than in its groups, which sort their ranks."""
     if getattr(group, "ndim", 0) != 2:
         return
     ranks = group.mesh.cpu()

@@ -53,11 +53,8 @@ class Agreement:
         return what in self._known
 
     def meet(self, what: str, seconds: float) -> str:
-        """One line per rank with what it says, or an empty string if all ranks say the same.
-
-        Raises:
-            RuntimeError: a rank does not arrive in time.
-        """
+        """One line per rank with what it says, or an empty string if all ranks say the same. Raises RuntimeError if a
+        rank does not arrive in time."""
         self._meetings += 1
         meeting, store = f"meeting/{self._meetings}", self.store
         store.set(f"{meeting}/{self.rank}", what)
@@ -126,10 +123,7 @@ class Transport:
 
     def begin(self, xs: Sequence[Tensor], stage: str) -> Any:
         """The process group, after all ranks have agreed on plan, stage, dtype and row shapes of the next exchange.
-
-        Raises:
-            RuntimeError: ranks are in different exchanges, or a rank does not arrive.
-        """
+        Raises RuntimeError if ranks are in different exchanges, or a rank does not arrive."""
         group = self.group(stage)
         ranks = agreement_of(group)
         ranks.exchanges += 1

@@ -41,11 +41,8 @@ def release(package: str) -> str:
 
 @contextmanager
 def registering(package: str, name: str, tested: tuple[str, ...], log: Logger) -> Iterator[None]:
-    """Around what enters a backend in the engine's registry. A release that the tests did not run with is noted.
-
-    Raises:
-        ImportError: no engine, or one without such a registry.
-    """
+    """Around what enters a backend in the engine's registry. A release that the tests did not run with is noted. Raises
+    ImportError without the engine, or for one without such a registry."""
     tested_with, found = ", ".join(tested), release(package)
     try:
         yield
@@ -72,10 +69,7 @@ def differences(own: type, base: type) -> Iterator[str]:
 
 
 def refuse_differences(package: str, name: str, tested: tuple[str, ...], found: list[str]) -> None:
-    """
-    Raises:
-        ImportError: there are differences: another release of the engine calls the backend in another way.
-    """
+    """Raises ImportError if there are any: another release of the engine calls the backend in another way."""
     if found:
         raise ImportError(
             f"saccade's backend is written for {name} {', '.join(tested)}, and {name} {release(package)} differs: "

@@ -196,11 +196,8 @@ class Layout:
         return error or reach_error("k_offset", self.k_offset, sizes.s_k)
 
     def check_positions(self, functions: bool, s_q: int, s_k: int) -> None:
-        """Reads offsets of rows in use, and of keys; `functions` take positions nearer to 0.
-
-        Raises:
-            ValueError: positions that are too far from it.
-        """
+        """Reads offsets of rows in use, and of keys; `functions` take positions nearer to 0. Raises ValueError for
+        positions that are too far from it."""
         positions = self.positions(s_q)
         if positions is None:
             return
@@ -268,11 +265,8 @@ class Layout:
         return None if isinstance(out, Tensor) else f"out must be a tensor, got {type(out).__name__}"
 
     def check_lengths(self, s_q: int, s_k: int) -> None:
-        """Reads offsets and lengths; s_q and s_k are those of the canonical operands.
-
-        Raises:
-            ValueError: lengths or offsets that the operands do not have.
-        """
+        """Reads offsets and lengths; s_q and s_k are those of the canonical operands. Raises ValueError for lengths or
+        offsets that the operands do not have."""
 
     # Lengths
 

@@ -327,12 +327,8 @@ class Nested(Packed):
 
 
 def unwrap(q: Any, k: Any, v: Any, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    """The values of nested q, k and v as (t, h, d) tensors, and their layout.
-
-    Raises:
-        ValueError: operands that are not all nested, not jagged, with holes, of different offsets, or in another order
-            than the layout's.
-    """
+    """The values of nested q, k and v as (t, h, d) tensors, and their layout. Raises ValueError for operands that are
+    not all nested, not jagged, with holes, of different offsets, or in another order than the layout's."""
     ragged_dim = _RAGGED.get(layout.order)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_nested or x.layout != torch.jagged:

@@ -128,11 +128,8 @@ class Paged(Layout):
         self._flatten(self.WORD)
 
     def _check_slots(self, slots: Any) -> None:
-        """
-        Raises:
-            ValueError: slots that are not an integer tensor of three or two dimensions, lengths of another shape, or
-                what does not go with slots.
-        """
+        """Raises ValueError for slots that are not an integer tensor of three or two dimensions, lengths of another
+        shape, or what does not go with slots."""
         used, starts = self.seqused_k, self.cu_seqlens_q
         if not isinstance(slots, Tensor) or slots.dim() not in (2, 3) or slots.dtype not in (torch.int32, torch.int64):
             wanted = "an int32 or int64 tensor of shape (b, s_q, n) or (t_q, n)"
@@ -304,11 +301,8 @@ class Paged(Layout):
 
 @dataclass(frozen=True, eq=False)
 class CacheSlots:
-    """The slots of new rows: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere.
-
-    Raises:
-        ValueError: tensors that are not integer ones, or not of one shape.
-    """
+    """The slots of new rows: slot `n` is row `n % page_size` of page `n // page_size`; -1 is nowhere. Raises ValueError
+    for tensors that are not integer ones, or not of one shape."""
 
     slot_mapping: Tensor
     """(t,), or (b, s): int32 or int64"""
@@ -349,11 +343,8 @@ class CacheSlots:
         return cache_error(k, v) or head_error(new, k, v, -2)
 
     def check_slots(self, pages: int, page_size: int) -> None:
-        """Reads the slots and positions.
-
-        Raises:
-            ValueError: slots that the caches do not have, or negative positions.
-        """
+        """Reads the slots and positions. Raises ValueError for slots that the caches do not have, or negative
+        positions."""
         slots = self.slot_mapping
         if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < pages * page_size:
             raise ValueError(

@@ -36,11 +36,8 @@ class SlotRows(Paged):
         return SlotRows(slots.flatten(0, -2), layout.seqused_k.flatten(), starts, layout.num_splits, s_q=s_q)
 
     def over_rows(self, k: Tensor, v: Tensor) -> tuple[SlotRows, Tensor, Tensor, Mask]:
-        """The caches as pages of one row, the layout over them, and the mask of slots that there are.
-
-        Raises:
-            ValueError: caches whose pages do not begin at equal multiples of their rows.
-        """
+        """The caches as pages of one row, the layout over them, and the mask of slots that there are. Raises ValueError
+        for caches whose pages do not begin at equal multiples of their rows."""
         (pages, size), table = k.shape[:2], self.block_table
         step, other = map(rows_apart, (k, v))
         if step is None or step != other:

@@ -185,11 +185,8 @@ Offset = int | Tensor
 
 
 def check_offset(name: str, x: Any) -> None:
-    """
-    Raises:
-        ValueError: a tensor that is not an int32 or int64 one of one or two dimensions, or an int beyond FARTHEST.
-        TypeError: neither an int, a tensor nor None.
-    """
+    """Raises ValueError for a tensor that is not an int32 or int64 one of one or two dimensions, or an int beyond
+    FARTHEST, and TypeError for what is neither an int, a tensor nor None."""
     if x is None:
         return
     if isinstance(x, Tensor):
@@ -262,11 +259,8 @@ def reach_error(name: str, x: Offset | None, s: int) -> str | None:
 
 
 def check_positions(name: str, x: Offset | None, s: int, functions: bool) -> None:
-    """Reads an offset of s rows or keys that is a tensor; `functions` take nearer positions.
-
-    Raises:
-        ValueError: one that is too far from 0.
-    """
+    """Reads an offset of s rows or keys that is a tensor; `functions` take nearer positions. Raises ValueError for one
+    that is too far from 0."""
     least, most = (-LONGEST, LONGEST - s) if functions else (-FARTHEST, FARTHEST)
     if isinstance(x, Tensor) and has_values(x) and bool(((x > most) | (x < least)).any()):
         raise ValueError(f"{name} must be from {least} to {most}, got {shortened(x.flatten().tolist())}")

@@ -215,11 +215,8 @@ class OfRow(WrappedMask):
 
 
 def as_mask(mask: Any) -> Mask | None:
-    """The Mask of what `attention` takes as one: a Mask, a bool tensor, or torch's BlockMask.
-
-    Raises:
-        TypeError: anything else.
-    """
+    """The Mask of what `attention` takes as one: a Mask, a bool tensor, or torch's BlockMask. Raises TypeError for
+    anything else."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
@@ -294,12 +291,7 @@ def _program(own: tuple[bool, ...]) -> Any:
 
 
 def of_tensor(t: Tensor) -> Mask:
-    """A bool tensor as a mask.
-
-    Raises:
-        TypeError: not bool.
-        ValueError: more than four dimensions.
-    """
+    """A bool tensor as a mask. Raises TypeError for another dtype, and ValueError for more than four dimensions."""
     if t.dtype != torch.bool:
         raise TypeError(
             f"a mask tensor must be bool, True where a query sees a key, got {t.dtype} {tuple(t.shape)}; to add a "

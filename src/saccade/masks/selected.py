@@ -302,11 +302,8 @@ def selected_blocks(indices: Tensor, block_size: int = 64, lengths: Tensor | Non
 
 
 def _checked(kind: str, lists: Any, lengths: Any, rows: Any) -> tuple[Tensor, Tensor | None, int]:
-    """
-    Raises:
-        ValueError: tensors of other dtypes or shapes, on two devices, or rows below 1.
-        TypeError: no tensors, or rows that are not an integer.
-    """
+    """Raises ValueError for tensors of other dtypes or shapes, on two devices, or rows below 1, and TypeError for what
+    is no tensor, or rows that are not an integer."""
     arguments.tensors(**{f"{kind}'s indices": lists})
     if lists.layout != torch.strided:
         raise ValueError(f"{kind}'s indices must be a dense tensor, got {lists.layout}")

@@ -148,10 +148,7 @@ def replayed(found: CallKey) -> Outputs | None:
 
 
 def _refuse_without_gradients(layout: Layout, operands: Sequence[Any], dequantized: bool) -> None:
-    """
-    Raises:
-        Unsupported: calls of this kind have no gradients.
-    """
+    """Raises Unsupported if calls of this kind have no gradients."""
     if error := layout.gradient_error:
         raise Unsupported(error)
     if operands[1].dtype in EIGHT_BITS and not dequantized:
@@ -221,18 +218,12 @@ def forward_mode() -> bool:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """
-    Raises:
-        Unsupported: a tensor has a tangent; only the reference has derivatives in forward mode.
-    """
+    """Raises Unsupported if a tensor has a tangent; only the reference has derivatives in forward mode."""
     if forward_mode() and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise Unsupported(FIRST_ALONE)
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
-    """
-    Raises:
-        ValueError: one of them requires a gradient, and `out` was passed.
-    """
+    """Raises ValueError if one of them requires a gradient, and `out` was passed."""
     if needs_gradient(*tensors):
         raise ValueError("out=… is for calls without gradients: omit it, or call inside torch.no_grad()")

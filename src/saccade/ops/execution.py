@@ -88,11 +88,8 @@ def _takes_positions(call: Call) -> bool:
 
 
 def _check_lists(call: Call) -> None:
-    """Reads the lists of a mask.
-
-    Raises:
-        ValueError: lists that name a key twice; on a CPU, lengths beyond their entries.
-    """
+    """Reads the lists of a mask. Raises ValueError for lists that name a key twice, and on a CPU for lengths beyond
+    their entries."""
     layout = call.layout
     for leaf in call.mask.leaves() if call.mask is not None else ():
         if isinstance(leaf, Selected):

@@ -164,12 +164,8 @@ def append_kv(
 
 
 def _append_records(k_cache: Any, v_cache: Any, slots: Paged | CacheSlots, k_new: Any, v_new: Any) -> None:
-    """Writes rows to a cache of records.
-
-    Raises:
-        TypeError: two caches, or values apart from keys.
-        ValueError: rows of another shape, dtype or device, or that require a gradient; as `append_kv`.
-    """
+    """Writes rows to a cache of records. Raises TypeError for two caches, or values apart from keys, and ValueError, as
+    `append_kv`, for rows of another shape, dtype or device, or that require a gradient."""
     if k_cache is not v_cache or v_new is not None:
         got = f"{arguments.describe(v_cache)} and v_new {arguments.describe(v_new)}"
         raise TypeError(
@@ -383,10 +379,7 @@ def _factors(descale: Any, slots: Paged | CacheSlots, k_cache: Tensor, k_new: Te
 
 
 def check_rotary(rotary: Any, k_new: Tensor) -> None:
-    """
-    Raises:
-        TypeError, ValueError: no tables of angles for these rows.
-    """
+    """Raises TypeError or ValueError for what are no tables of angles for these rows."""
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(f"rotary must be two tensors, (cos, sin), got {arguments.describe(rotary)}")
     cos, sin = rotary

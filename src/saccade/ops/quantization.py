@@ -251,11 +251,7 @@ def _mean_of_keys(k: Tensor, starts: Tensor | None, used: Tensor | None, rotate:
 
 
 def _check_lengths(call: Quantization, side: str, validate: bool) -> None:
-    """Reads offsets and lengths, on a CPU or if asked.
-
-    Raises:
-        ValueError: those that the operand does not have.
-    """
+    """Reads offsets and lengths, on a CPU or if asked. Raises ValueError for those that the operand does not have."""
     if call.x.device.type != "cpu" and not validate:
         return
     s, starts, used = call.x.shape[2], call.starts, call.used

@@ -113,12 +113,8 @@ def is_kind(word: str) -> bool:
 
 
 def bind(score_mod: Function | Score | None, q: Tensor) -> Score | None:
-    """The Score of any callable, which is traced the first time.
-
-    Raises:
-        TypeError: not callable.
-        ValueError: a function that cannot be traced, a wrong derivative, tensors on other devices.
-    """
+    """The Score of any callable, which is traced the first time. Raises TypeError for what is not callable, and
+    ValueError for a function that cannot be traced, a wrong derivative, or tensors on other devices."""
     if score_mod is None or isinstance(score_mod, Score):
         return score_mod
     if not callable(score_mod):
@@ -247,11 +243,8 @@ def captured(score_mod: Any) -> list[Tensor]:
 
 
 def predicate(fn: Function, name: str | None = None) -> Any:
-    """A function (b, h, q_idx, kv_idx) -> bool, traced as a score function that ignores the score.
-
-    Raises:
-        ValueError: a function that cannot be recorded.
-    """
+    """A function (b, h, q_idx, kv_idx) -> bool, traced as a score function that ignores the score. Raises ValueError
+    for a function that cannot be recorded."""
     if torch.compiler.is_dynamo_compiling():
         from saccade.scores import bind_compiled
 
@@ -301,11 +294,8 @@ def _numbers(part: tuple[list[int], Any], tensors: Sequence[Tensor], lifted: Seq
 
 
 def check_derivative(score: Traced, device: torch.device, rows: int, keys: int) -> None:
-    """Compares a user's own derivative with autograd's, on numbers, at the first rows and keys.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compares a user's own derivative with autograd's, on numbers, at the first rows and keys. Raises ValueError if
+    they differ."""
     generator = torch.Generator().manual_seed(0)
     x = (4 * torch.randn(rows, keys, generator=generator, dtype=score.program.dtype, device="cpu")).to(device)
     zero = torch.zeros((1, 1), dtype=torch.int64, device=device)

@@ -131,10 +131,8 @@ class NoLaunch(NamedTarget):
 
 
 def capability_of(device: str) -> int:
-    """
-    Raises:
-        ValueError: a word that is no NVIDIA GPU's, or that of one that this version does not know: LLVM ends a process
-            that compiles for what it does not know either.
+    """Raises ValueError for a word that is no NVIDIA GPU's, and for a GPU that this version does not know: LLVM ends a
+    process that compiles for what it does not know either.
 
     >>> capability_of("sm90")
     90
@@ -169,11 +167,8 @@ def stand_in(device: str, gpu: str = "") -> None:
 
 def build_launcher(source: Any, metadata: Any) -> None:
     """Compiles what Triton 3.6 launches a kernel by, and its link to the driver, into the cache, and loads neither.
-    They refer to CUDA's library, which a machine without a GPU lacks: `cuda_library` stands in for it.
-
-    Raises:
-        OSError, subprocess.SubprocessError, RuntimeError: there is no C compiler, or it fails.
-    """
+    They refer to CUDA's library, which a machine without a GPU lacks: `cuda_library` stands in for it. Raises OSError,
+    subprocess.SubprocessError or RuntimeError if there is no C compiler, or it fails."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import build
 
@@ -196,11 +191,8 @@ def build_launcher(source: Any, metadata: Any) -> None:
 
 def cuda_library(folder: str) -> Path:
     """Makes a library by the name of CUDA's driver, whose functions do nothing. It has all of them: many linkers drop a
-    library of which nothing is used, and what they link could not be loaded where the driver is.
-
-    Raises:
-        OSError, subprocess.SubprocessError: there is no C compiler, or it fails.
-    """
+    library of which nothing is used, and what they link could not be loaded where the driver is. Raises OSError or
+    subprocess.SubprocessError if there is no C compiler, or it fails."""
     from triton.backends.nvidia import driver as nvidia
 
     header = next(path for path in (Path(x, "cuda.h") for x in nvidia.include_dirs) if path.is_file())

@@ -65,11 +65,7 @@ class Made(NamedTuple):
 
 
 def case_of(spec: Spec, shape: TaskShape) -> Case:
-    """A Case of this Spec.
-
-    Raises:
-        ValueError: its kernels depend on more than the Spec says.
-    """
+    """A Case of this Spec. Raises ValueError if its kernels depend on more than the Spec says."""
     own = "" if spec.score == "none" or set(spec.score.split("+")) <= {*scores.KINDS} else spec.score
     unknown = [word for word in _NOT_A_SPECS if word in re.findall(r"\w+", spec.mask)]
     unknown += [own] if own else []

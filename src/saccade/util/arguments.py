@@ -29,10 +29,7 @@ LEAST_FLOAT32, MOST_FLOAT32 = 2.0**-126, torch.finfo(torch.float32).max
 
 
 def tensors(**named: Any) -> None:
-    """
-    Raises:
-        TypeError: not all are tensors.
-    """
+    """Raises TypeError if not all are tensors."""
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {describe(x)}")
@@ -44,11 +41,7 @@ def refusal(x: Any, text: str) -> Exception:
 
 
 def operands(q: Any, k: Any, v: Any) -> None:
-    """
-    Raises:
-        TypeError: not all are tensors.
-        ValueError: sparse ones, or others without strides.
-    """
+    """Raises TypeError if not all are tensors, and ValueError for sparse ones, or others without strides."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         raise TypeError(f"q, k and v must be tensors, got {', '.join(type(x).__name__ for x in (q, k, v))}")
     if not q.layout == k.layout == v.layout == torch.strided:
@@ -57,10 +50,7 @@ def operands(q: Any, k: Any, v: Any) -> None:
 
 
 def flags(**named: Any) -> None:
-    """
-    Raises:
-        TypeError: not all are true or false.
-    """
+    """Raises TypeError if not all are true or false."""
     if set(map(type, named.values())) <= _USUAL:  # in the hot path of small calls
         return
     for name, x in named.items():
@@ -69,12 +59,8 @@ def flags(**named: Any) -> None:
 
 
 def integer(name: str, x: Any, least: int | None = 0, otherwise: str = "") -> int:
-    """An integer, of other libraries too; `otherwise` says what else the caller takes.
-
-    Raises:
-        TypeError: no integer.
-        ValueError: one below the least.
-    """
+    """An integer, of other libraries too; `otherwise` says what else the caller takes. Raises TypeError for what is no
+    integer, and ValueError for one below the least."""
     if isinstance(x, (bool, Tensor)) or not hasattr(type(x), "__index__"):
         raise TypeError(f"{name} must be an integer{otherwise}, got {describe(x)}")
     if type(x).__module__ == "numpy" and getattr(x, "ndim", 0):
@@ -85,12 +71,8 @@ def integer(name: str, x: Any, least: int | None = 0, otherwise: str = "") -> in
 
 
 def number(name: str, x: Any, otherwise: str = "") -> float:
-    """A number, or a tensor of one that needs no gradient.
-
-    Raises:
-        TypeError: no number; True and False are none.
-        ValueError: several, or one that needs a gradient; `otherwise` says what to do then.
-    """
+    """A number, or a tensor of one that needs no gradient. Raises TypeError for what is no number, as True and False,
+    and ValueError for several, or one that needs a gradient; `otherwise` says what to do then."""
     if isinstance(x, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(x, bool):
         try:
             return float(x)
@@ -124,10 +106,7 @@ def is_one_of(shape: Sequence[int], *shapes: Sequence[int]) -> bool:
 
 
 def device_of(device: Any) -> torch.device | None:
-    """
-    Raises:
-        ValueError: no device of torch.
-    """
+    """Raises ValueError for what is no device of torch."""
     try:
         return None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as wrong:

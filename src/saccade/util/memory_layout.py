@@ -87,10 +87,7 @@ def negated(x: Tensor) -> bool:
 def refuse_shared(
     name: str, x: Tensor, inputs: Iterable[tuple[str, Tensor]], instead: str = "pass memory of its own"
 ) -> None:
-    """
-    Raises:
-        ValueError: x, which is written to, has elements that share memory with one another or with an input.
-    """
+    """Raises ValueError if elements of x, which is written to, share memory with one another or with an input."""
     if not no_overlap(x):
         raise ValueError(
             f"{name} is written to, and elements of it share memory, or may: {tuple(x.shape)} with strides "

@@ -186,10 +186,7 @@ def _mask_arguments(key: GraphKey, tensors: dict[str, Any], cudnn: Any) -> dict[
 
 
 def build(key: GraphKey, handle: Any) -> BuiltGraph:
-    """
-    Raises:
-        cudnn.cudnnGraphNotSupportedError: no engine of this cuDNN runs it.
-    """
+    """Raises cudnn.cudnnGraphNotSupportedError if no engine of this cuDNN runs it."""
     cudnn = frontend()
     graph, tensors, replay = describe(key, handle=handle)
     graph.validate()
@@ -270,11 +267,8 @@ class ScoreGraph:
 
 
 def score_graph(score: Score, gradient: bool) -> ScoreGraph:
-    """Returns the ScoreGraph of a callback, one for each Program.
-
-    Raises:
-        NoCallback: the score is another function, or has no derivative of its own.
-    """
+    """Returns the ScoreGraph of a callback, one for each Program. Raises NoCallback if the score is another function,
+    or has no derivative of its own."""
     program = score.program if isinstance(score, Traced) else None
     if program is None or program.callbacks is None:
         raise NoCallback(

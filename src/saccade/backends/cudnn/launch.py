@@ -184,10 +184,7 @@ def _score_graph(call: Call, launches: Launches, gradient: bool) -> ScoreGraph:
 
 
 def _graph(call: Call, key: GraphKey, handle: object) -> BuiltGraph:
-    """
-    Raises:
-        Unsupported: cuDNN does not build it, in its own words.
-    """
+    """Raises Unsupported, in cuDNN's own words, if cuDNN does not build it."""
     cudnn = frontend()
     try:
         return built_graph(key, handle)

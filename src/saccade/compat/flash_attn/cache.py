@@ -51,12 +51,8 @@ class CacheTerms(NamedTuple):
 
 
 def attend_to_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, terms: CacheTerms) -> Tensor | Partial:
-    """Appends the new keys and values, if there are any, and attends to all: out, or (out, softmax_lse).
-
-    Raises:
-        ValueError, TypeError: arguments that do not fit one another.
-        Unsupported: in a backward.
-    """
+    """Appends the new keys and values, if there are any, and attends to all: out, or (out, softmax_lse). Raises
+    ValueError or TypeError for arguments that do not fit one another, and Unsupported in a backward."""
     _check(q, k_cache, v_cache, terms)
     if not torch.is_grad_enabled():
         return _attend_to_cache(q, k_cache, v_cache, terms)
@@ -107,11 +103,8 @@ def _sequences(q: Tensor, terms: CacheTerms) -> int:
 
 
 def _check_numbers(name: str, x: Any, b: int, stop: int | None = None) -> None:
-    """A number for each sequence, below `stop`, as far as the host may read them.
-
-    Raises:
-        ValueError, TypeError: others.
-    """
+    """A number for each sequence, below `stop`, as far as the host may read them. Raises ValueError or TypeError for
+    others."""
     arguments.tensors(**{name: x})
     if x.shape != (b,) or x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32 or int64 (b,), got {x.dtype} {tuple(x.shape)} for {b} sequences")
@@ -136,11 +129,8 @@ def _check_new(terms: CacheTerms) -> None:
 
 
 def _check_angles(k_cache: Tensor, before: Paged, terms: CacheTerms) -> None:
-    """A later position would take the last row's angles; flash-attn refuses by these sizes too.
-
-    Raises:
-        ValueError: fewer rows of angles than the cache has room for, or a first position without any.
-    """
+    """A later position would take the last row's angles; flash-attn refuses by these sizes too. Raises ValueError for
+    fewer rows of angles than the cache has room for, or a first position without any."""
     assert terms.k is not None
     check_rotary((terms.rotary_cos, terms.rotary_sin), terms.k)
     for name in ("rotary_cos", "rotary_sin"):

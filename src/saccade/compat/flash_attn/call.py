@@ -74,12 +74,8 @@ def bound_call(
 def meaning(
     q: Tensor, k: Tensor, layout: Layout, terms: Terms, leftpad: Tensor | None = None, chunk: int = 0
 ) -> tuple[Mask | None, ScoreFunction | None]:
-    """Mask and score function of a call.
-
-    Raises:
-        NotImplementedError: the probabilities of a call with dropout are asked for.
-        ValueError, TypeError: arguments that mean nothing.
-    """
+    """Mask and score function of a call. Raises NotImplementedError if the probabilities of a call with dropout are
+    asked for, ValueError or TypeError for arguments that mean nothing."""
     dropout_p, _, causal, window_size, softcap, slopes, deterministic, return_attn_probs, _ = terms
     arguments.flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     if return_attn_probs and dropout_p:
@@ -183,11 +179,8 @@ def band(left: int | None, right: int | None, layout: Layout, q: Tensor, k: Tens
 
 
 def chunked(chunk: int, layout: Layout, q: Tensor, k: Tensor, leftpad: Tensor | None = None) -> Mask:
-    """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and
-    `r = i + off` counted from the first key in use.
-
-    Raises:
-        ValueError, TypeError: a chunk that is no integer from 1 on.
+    """Row i sees the keys of its own chunk: `floor(r / chunk) <= j' / chunk < floor(r / chunk) + 1`, with j' and `r = i
+    + off` counted from the first key in use. Raises ValueError or TypeError for a chunk that is no integer from 1 on.
 
     Source: FlashAttention-3's attention_chunk.
     """
@@ -277,10 +270,8 @@ def of_rows(x: Tensor, cu_seqlens: Tensor | None, q: Tensor) -> Tensor:
 def without_gradients(run: Callable[[], Tensor | Partial], *operands: Tensor | None) -> Tensor | Partial:
     """`run()`, which reads a cache. FlashAttention runs such calls outside `torch.no_grad()` too.
 
-    Its results then have no gradients, silently. Here they require one if an operand does.
-
-    Raises:
-        Unsupported: in the backward; under torch.compile in the call, which has its backward made beforehand.
+    Its results then have no gradients, silently. Here they require one if an operand does. Raises Unsupported in the
+    backward; under torch.compile in the call, which has its backward made beforehand.
     """
     if torch.compiler.is_compiling() or not needs_gradient(*operands):
         return run()

@@ -256,11 +256,7 @@ _TENSORS = tuple(name for name, kind in CallArguments.__annotations__.items() if
 
 
 def mask_type(name: Any) -> str:
-    """The one spelling of a mask type.
-
-    Raises:
-        WrongCall: a mask type that does not exist.
-    """
+    """The one spelling of a mask type. Raises WrongCall for a mask type that does not exist."""
     if name in MASK_TYPES:
         return name
     spelled = name.replace(",", "_") if isinstance(name, str) else name
@@ -271,11 +267,7 @@ def mask_type(name: Any) -> str:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, order: str) -> None:
-    """
-    Raises:
-        Unsupported: FP8.
-        WrongCall: tensors of other dimensions than qkv_format says.
-    """
+    """Raises Unsupported for FP8, and WrongCall for tensors of other dimensions than qkv_format says."""
     right = True
     for x in (q, k, v):  # in the hot path of small calls
         right &= x.dim() == len(order) and x.dtype not in _FP8 and not hasattr(x, "_quantizer")

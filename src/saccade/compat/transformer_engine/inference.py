@@ -49,11 +49,8 @@ class CacheManager:
         self.page_table.fill_(-1)
 
     def take(self, lengths: Sequences) -> None:
-        """Takes pages for these sequences; those of all others become free.
-
-        Raises:
-            RuntimeError: there are not enough, and nothing has changed.
-        """
+        """Takes pages for these sequences; those of all others become free. If there are not enough, raises
+        RuntimeError, and nothing has changed."""
         left = [page for name in self.taken.keys() - lengths.keys() for page in self.taken[name]]
         missing = {name: -(-n // self.page_size) - len(self.taken.get(name, ())) for name, n in lengths.items()}
         if sum(missing.values()) > len(self.free) + len(left):
@@ -362,12 +359,8 @@ class CacheStep:
 
 
 def cached_visibility(call: CallArguments, layer: int | None) -> tuple[CacheStep, Visibility]:
-    """What a call with inference_params writes and sees.
-
-    Raises:
-        WrongCall: masks, lengths and shapes that do not fit one another.
-        Unsupported: windows that are aligned at the top left.
-    """
+    """What a call with inference_params writes and sees. Raises WrongCall for masks, lengths and shapes that do not fit
+    one another, and Unsupported for windows that are aligned at the top left."""
     params, kind, (q, k, _) = call.inference_params, call.attn_mask_type, call.operands
     if not isinstance(params, InferenceParams):
         raise WrongCall(

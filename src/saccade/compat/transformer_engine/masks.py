@@ -53,10 +53,7 @@ class Lengths(NamedTuple):
 
 
 def visibility(call: CallArguments) -> Visibility:
-    """
-    Raises:
-        WrongCall: lengths or masks that are missing, or do not fit.
-    """
+    """Raises WrongCall for lengths or masks that are missing, or do not fit."""
     kind = call.attn_mask_type or ""
     layout, offset, shape, mask = _packed(call, kind) if call.order == "thd" else _dense(call, kind)
     left, right = window_bounds(kind, call.window_size)
@@ -221,10 +218,7 @@ def _mask_outside(
 
 def combined_score_mod(call: CallArguments, visible: Visibility, scale: float) -> Any:
     """All that happens between scale and mask: a bias before the scale, score_mod, softcap, a bias after it, ALiBi.
-
-    Raises:
-        WrongCall: tensors that do not broadcast to (b, h_q, s_q, s_k), slopes of other shapes.
-    """
+    Raises WrongCall for tensors that do not broadcast to (b, h_q, s_q, s_k), and for slopes of other shapes."""
     q, kind, mods = call.operands[0], call.core_attention_bias_type, []
     added = call.core_attention_bias
     if added is not None:

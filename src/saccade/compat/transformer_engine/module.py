@@ -62,11 +62,7 @@ def self_attention(call: CallArguments) -> CallArguments:
 
 
 def shared(group: Any, operands: tuple[Tensor, Tensor, Tensor], layout: Layout, given: dict[str, Any]) -> RanksCall:
-    """
-    Raises:
-        Unsupported: what no rank can compute of its rows.
-        WrongCall: sequences that are not 2 R chunks.
-    """
+    """Raises Unsupported for what no rank can compute of its rows, WrongCall for sequences that are not 2 R chunks."""
     from saccade import distributed  # for who needs it
 
     q, k, _ = operands

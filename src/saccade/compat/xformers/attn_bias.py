@@ -36,11 +36,8 @@ class SequenceInfo:
         yield from pairwise(self.seqstart_py)
 
     def split(self, x: Tensor, batch_sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """x (1, t, …) as one (batch_size, s, …) for each entry of batch_sizes, whose sequences have one length.
-
-        Raises:
-            ValueError: another t.
-        """
+        """x (1, t, …) as one (batch_size, s, …) for each entry of batch_sizes, whose sequences have one length. Raises
+        ValueError for another t."""
         if x.shape[0] != 1 or x.shape[1] != self.seqstart_py[-1]:
             raise ValueError(
                 f"a tensor of these sequences must be (1, {self.seqstart_py[-1]}, …), got {tuple(x.shape)}"
@@ -71,10 +68,7 @@ class PaddedSequenceInfo(UsedSequenceInfo):
 
     @classmethod
     def from_seqlens_padded(cls, seqlens: Sequence[int], padding: int, *, device: Any = None) -> PaddedSequenceInfo:
-        """
-        Raises:
-            ValueError: a length beyond the padding.
-        """
+        """Raises ValueError for a length beyond the padding."""
         lengths = list(seqlens)
         if any(n > padding for n in lengths):
             raise ValueError(f"lengths must be at most the padding {padding}, got {lengths}")
@@ -93,10 +87,7 @@ class GappySequenceInfo(UsedSequenceInfo):
     def from_seqlens_gappy(
         cls, seqstarts: Sequence[int], seqlens: Sequence[int], paged: bool, *, device: Any = None
     ) -> GappySequenceInfo:
-        """
-        Raises:
-            ValueError: not one start for each length, and, without pages, the dimension's length.
-        """
+        """Raises ValueError unless there is one start for each length, and, without pages, the dimension's length."""
         starts, lengths = list(seqstarts), list(seqlens)
         if len(starts) != len(lengths) + (not paged):
             last = "" if paged else " and the length of the keys' dimension at the end"

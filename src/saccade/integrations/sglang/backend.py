@@ -192,11 +192,7 @@ def _check_mode(batch: Any) -> None:
 
 
 def _meaning(layer: Any) -> dict[str, Any]:
-    """Mask and score function of a layer.
-
-    Raises:
-        Unsupported: a kind of layer that is not known here.
-    """
+    """Mask and score function of a layer. Raises Unsupported for a kind of layer that is not known here."""
     kind, left, capped = layer.attn_type.value, layer.sliding_window_size, bool(layer.logit_cap)
     wrong = {
         "cross attention": layer.is_cross_attention,

@@ -139,10 +139,7 @@ def _refuse(others: dict[str, Any], cache: Any, offsets: Tensor | None) -> None:
 
 def _refuse_lost_masks(module: torch.nn.Module, mask: Tensor) -> None:
     """A model that asks whether its mask is a BlockMask may go on without it: what it passes then lacks all of that.
-
-    Raises:
-        ValueError: a layer whose code knows BlockMasks.
-    """
+    Raises ValueError for a layer whose code knows BlockMasks."""
     kind = type(module)
     if hasattr(sys.modules.get(kind.__module__), "BlockMask"):
         raise ValueError(

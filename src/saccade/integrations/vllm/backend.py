@@ -186,11 +186,8 @@ class VLLMMetadataBuilder(_vllm.AttentionMetadataBuilder):
 
 
 class VLLMLayer(_vllm.AttentionImpl):
-    """One layer: `out = softmax(mask(score_mod(scale q k^T)), with sink) v`, keys and values from pages.
-
-    Raises:
-        Unsupported: attention types other than decoders', caches of other dtypes than `CACHE_DTYPES`.
-    """
+    """One layer: `out = softmax(mask(score_mod(scale q k^T)), with sink) v`, keys and values from pages. Raises
+    Unsupported for attention types other than decoders', and caches of other dtypes than `CACHE_DTYPES`."""
 
     def __init__(
         self,

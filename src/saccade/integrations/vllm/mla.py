@@ -122,11 +122,8 @@ class MLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
 
 
 class LatentLayer:
-    """What layers over all latents and over listed ones have in common; vLLM's base class comes after it.
-
-    Raises:
-        Unsupported: a layer with slopes, a window or a soft cap.
-    """
+    """What layers over all latents and over listed ones have in common; vLLM's base class comes after it. Raises
+    Unsupported for a layer with slopes, a window or a soft cap."""
 
     can_return_lse_for_decode: bool = False
     supports_pcp: bool = False

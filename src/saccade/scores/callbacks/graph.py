@@ -188,11 +188,7 @@ class Node:
         self._graph, self._index, self._rows = graph, index, rows
 
     def set_data_type(self, value: Any) -> Node:
-        """Sets the type that the value is converted to.
-
-        Raises:
-            ValueError: a type that scores cannot have.
-        """
+        """Sets the type that the value is converted to. Raises ValueError for a type that scores cannot have."""
         steps = self._graph._steps
         if steps[self._index].name in _INPUTS:
             raise ValueError("the score and the tensors of a callback keep the types that they have")
@@ -324,11 +320,7 @@ class CallbackGraph(Named):
 
     @staticmethod
     def of(name: str, output: Any, derivative: bool) -> CallbackGraph:
-        """The steps that a callback's result needs.
-
-        Raises:
-            TypeError: the callback returned something else.
-        """
+        """The steps that a callback's result needs. Raises TypeError if the callback returned something else."""
         if not isinstance(output, Node):
             raise TypeError(f"the callback {name} must return a value of its graph, got {output!r}")
         steps, needed = output._graph._steps, {output._index}

@@ -59,11 +59,8 @@ def callback_key(callback: Callback | None) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """A hashable form of a key: dictionaries, lists, tuples and sets by their contents.
-
-    Raises:
-        TypeError: a tensor, or an unhashable value.
-    """
+    """A hashable form of a key: dictionaries, lists, tuples and sets by their contents. Raises TypeError for a tensor,
+    or an unhashable value."""
     if isinstance(value, Tensor):
         raise TypeError(
             f"{OWN_KEY} must not hold tensors, got {value.dtype} {tuple(value.shape)}: what changes from call to call "
@@ -291,10 +288,7 @@ class _Cache:
         return self.mods.get_or_make(key, lambda: (captures, _modification(callback_graphs, captures)))[1]
 
     def check_linear(self, callback_graph: CallbackGraph, tensors: list[Tensor]) -> None:
-        """
-        Raises:
-            ValueError: a derivative that is not linear in dP.
-        """
+        """Raises ValueError for a derivative that is not linear in dP."""
         if self.linear.get(callback_graph):
             return
         device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))

@@ -102,10 +102,7 @@ class Arguments:
         self.left = {name: x for name, x in self.left.items() if name not in _FORM}
 
     def end(self) -> None:
-        """
-        Raises:
-            Refused: something is left.
-        """
+        """Raises Refused if something is left."""
         if self.left:
             more = ", ".join(f"{name}={x}" for name, x in self.left.items())
             raise Refused(f"{self.name} with {more} cannot run in a GPU kernel; write it with other operations")

@@ -57,11 +57,7 @@ def linear_source(program: Program, options: EmitOptions) -> str | None:
 
 
 def _terms(x: Any, emitter: Emitter) -> tuple[int, str | None]:
-    """How often the score is in a sum, and the factor of kv_idx, None for 0.
-
-    Raises:
-        _Other: the value is no such sum.
-    """
+    """How often the score is in a sum, and the factor of kv_idx, None for 0. Raises _Other for any other value."""
     if not isinstance(x, fx.Node) or _of_a_row(x):
         return 0, None
     if x.op == "placeholder" and x.name in _LEAVES:

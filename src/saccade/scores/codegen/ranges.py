@@ -23,10 +23,7 @@ Range = tuple[int, int]
 
 
 def check_numbers(values: Iterable[Any], dtype: torch.dtype) -> None:
-    """
-    Raises:
-        ValueError: an integer that 64 bits do not hold, or a finite float that this dtype of scores does not.
-    """
+    """Raises ValueError for an integer beyond 64 bits, or a finite float that this dtype of scores does not hold."""
     for x in values:
         if isinstance(x, int) and not ANY[0] <= x <= ANY[1]:
             raise ValueError(f"integers that a function captures have 64 bits, from -2^63 to 2^63 - 1, got {x}")
@@ -132,11 +129,8 @@ def _size(span: Range) -> int:
 
 
 def spread(name: str, spans: list[tuple[float, float]], keywords: Any) -> tuple[float, float]:
-    """Between which numbers the results of an operation on floats lie.
-
-    Raises:
-        ValueError: not known, or not finite.
-    """
+    """Between which numbers the results of an operation on floats lie. Raises ValueError if they are not known, or not
+    finite."""
     match name:
         case "add" | "sub" if keywords.get("alpha", 1) != 1 or len(spans) != 2:
             span = None

@@ -130,10 +130,7 @@ def followed(
 ) -> Any:
     """The value of a torch.autograd.Function of stand-ins, with its own derivative by each: `made(tape, index)`.
 
-    Dynamo follows this too.
-
-    Raises:
-        Refused: a derivative that is not linear in the gradient, or several results.
+    Dynamo follows this too. Raises Refused if the derivative is not linear in the gradient, and for several results.
     """
     forward, backward, setup_context = steps
     graded = torch.is_grad_enabled()
@@ -297,9 +294,6 @@ def _is_of(kind: type, x: Any) -> bool:
 
 @compile_constant
 def check_outside_of_functions() -> None:
-    """
-    Raises:
-        Refused: a Function computes with symbols that are not among its arguments.
-    """
+    """Raises Refused if a Function computes with symbols that are not among its arguments."""
     if applying():
         raise Refused(NOT_GIVEN)

@@ -141,10 +141,7 @@ def attribute_of(getter: Any) -> str:
 
 @compile_constant
 def check_operation(name: str) -> None:
-    """
-    Raises:
-        Refused: no function of the score does this.
-    """
+    """Raises Refused for what no function of the score does."""
     if reason := refusal(name):
         raise Refused(reason)
 

@@ -57,11 +57,7 @@ _QUIET = frozenset((
 @functools.lru_cache(maxsize=1024)
 def chains(code: types.CodeType) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
     """What code reads: ("global", name, attributes that follow), ("free", name, …), ("self", "read" or "written", …) of
-    its first argument, and ("value", "", …) of what it computes.
-
-    Raises:
-        Unguarded: the code does something else.
-    """
+    its first argument, and ("value", "", …) of what it computes. Raises Unguarded if the code does something else."""
     return tuple(dict.fromkeys(_read(code)))
 
 
@@ -177,11 +173,8 @@ class Guards:
     ) -> Callable[[Any], tuple[list[Tensor], list[Any]] | None]:
         """(function) -> what it has now in the places of these tensors and numbers, which may be tensors' items; None
         where the guards do not hold, or a tensor that was `made` of others has another form, or cannot be made. Asked
-        for once.
-
-        Raises:
-            Unguarded: a tensor is not among what the function reads, nor made of that, or a number is made.
-        """
+        for once. Raises Unguarded if a tensor is not among what the function reads, nor made of that, or if a number is
+        made."""
         if any(id(source) in made for _, source in numbers):  # a tensor of one item may have more, made of others
             raise Unguarded
         self.made = made
@@ -412,10 +405,7 @@ def contents(cell: types.CellType) -> Any:
 
 
 def _class(x: Any) -> Any:
-    """
-    Raises:
-        Unguarded: a class that may run code where it is compared, hashed or asked for an attribute.
-    """
+    """Raises Unguarded for a class that may run code where it is compared, hashed or asked for an attribute."""
     kind = type(x)
     meta = type(kind)
     if meta is not type and any(_first(meta, name) is not _first(type, name) for name in _ASKED):

@@ -170,10 +170,7 @@ def replay(
     watch: Callable[[Any], None] = lambda line: None,
 ) -> list[Tensor]:  # fmt: skip
     """What the outputs are on a tile; `watch` is called with each step's line of the user's code before the step runs.
-
-    Raises:
-        Refused: an operation that is not pointwise.
-    """
+    Raises Refused for an operation that is not pointwise."""
     run = _Replay(tape, list(tile), tensors, numbers)
     run.steps(len(tape.steps), watch)
     return [run.output(x, tape.lines[-1] if tape.lines else None) for x in outputs]
@@ -587,10 +584,7 @@ def _constants_from_nothing(graph: fx.Graph) -> None:
 
 
 def lower(trace: Trace) -> Raw:
-    """
-    Raises:
-        Refused: the trace cannot become a graph; says what to write instead.
-    """
+    """Raises Refused, and says what to write instead, if the trace cannot become a graph."""
     tape, tracer = trace.tape, Tracer()
 
     def watch(line: tuple[str, int] | None) -> None:

@@ -107,11 +107,8 @@ class Trace(NamedTuple):
 def trace_function(
     fn: Callable[..., Any], dtype: torch.dtype, device: torch.device, outputs: int = 1, reads_numbers: bool = True
 ) -> Trace:
-    """Runs a function of (score, b, h, q_idx, kv_idx) once.
-
-    Raises:
-        Refused: a kernel cannot do what the function does. The error says what to write instead.
-    """
+    """Runs a function of (score, b, h, q_idx, kv_idx) once. Raises Refused, and says what to write instead, if a kernel
+    cannot do what the function does."""
     try:
         if not _met:
             return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
@@ -213,10 +210,7 @@ class _TraceMode(TorchFunctionMode):
         return result
 
     def _check_grad_mode(self) -> None:
-        """
-        Raises:
-            Unseen, Refused: a grad mode that the function did not set is that of a torch.autograd.Function.
-        """
+        """Raises Unseen or Refused if the grad mode is a torch.autograd.Function's, not one that the function set."""
         if torch.is_grad_enabled() == self.set or applying() > self.depth or torch.is_inference_mode_enabled():
             return
         raise Refused(_BY_ANOTHER_NAME) if self.sees else Unseen
