@@ -48,10 +48,7 @@ def check_call(
     runs: bool = True,
 ) -> Call:
     """The call of these arguments of `attention`, or an error that quotes them. In the hot path of small calls.
-
-    Args:
-        runs: False for a call that is planned alone: it draws no dropout.
-    """
+    runs: False for a call that is planned alone: it draws no dropout."""
     arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)
     layout = _BHSD if layout is None else layout
     if not isinstance(layout, Layout) or not isinstance(backend, str):

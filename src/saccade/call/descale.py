@@ -200,16 +200,11 @@ def factors(
     shape: tuple[int, int, int | None, int],
     bounds: bool = True,
 ) -> Factors:
-    """The factors of a call whose k and v have 8 bits.
+    """The factors of a call whose k and v have 8 bits, and with `eight_bits` q too. Raises ValueError for a shape or
+    device that does not fit, quoted.
 
-    Args:
-        eight_bits: whether q has as well.
-        shape: sequences, key heads, and the longest sequence's rows and keys; None if the host does not know.
-        bounds: whether the lengths are bounds alone, as of packed sequences and of pages: then there may be factors of
-            more blocks.
-
-    Raises:
-        ValueError: a shape or device that does not fit, quoted.
+    shape: sequences, key heads, and the longest sequence's rows and keys; None if the host does not know. bounds:
+    whether the lengths are bounds alone, as of packed sequences and of pages: then there may be factors of more blocks.
     """
     if descale is None:
         return Factors()

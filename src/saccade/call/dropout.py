@@ -70,12 +70,7 @@ class Dropout:
         return min(round(self.p * (1 << 31)), (1 << 31) - 1) | 1
 
     def keep(self, b: Tensor, h: Tensor, rows: slice, keys: slice) -> Tensor:
-        """Which probabilities stay: bool (batch rows, heads, rows, keys).
-
-        Args:
-            b: numbers of batch rows, (n).
-            h: numbers of query heads, (m).
-        """
+        """Which probabilities stay, bool (n, m, rows, keys), of batch rows b (n,) and query heads h (m,)."""
         first = rows.start // SPAN, keys.start // SPAN
         spans = [-(-part.stop // SPAN) - start for part, start in zip((rows, keys), first, strict=True)]
         # [n, m, spans of rows, bit 3 of the row, its low bits, spans of keys, bit 3 of the key, its low bits]

@@ -78,11 +78,7 @@ def unflatten(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, captures: Sequence[Tensor], tensors: Sequence[Tensor],
     header: str, ints: Sequence[int], floats: Sequence[float], out: Tensor | None = None,
 ) -> tuple[Call, str]:  # fmt: skip
-    """The call of these arguments, and the name of its backend.
-
-    Args:
-        out: where its result is to be, in the user's order.
-    """
+    """The call of these arguments, and the name of its backend. out: where its result is to be, in the user's order."""
     layout_text, mask_name, score_name, backend, factors, flags = read_header(header)
     tensors, ints, (scale, *floats) = [*tensors], [*ints], floats
     dropout = Dropout(tensors.pop(), floats.pop(0)) if "dropout" in flags else None

@@ -86,14 +86,10 @@ def estimate(
     sharding: Sharding, heads: tuple[int, int], head_dim: int, pace: Pace = FORWARD, link: Link = COPIES,
     host: int | None = None, beyond: Link = INFINIBAND, pieces: bool = True,
 ) -> Estimate:  # fmt: skip
-    """The estimate for a plan whose ranks exchange keys, with parts of `heads` ranks each.
+    """The estimate for a plan whose ranks exchange keys, with parts of `heads` ranks each, (h_q, h_k).
 
-    Args:
-        heads: (h_q, h_k).
-        link: between ranks of one host.
-        host: how many ranks a host has; None for all.
-        beyond: between hosts. Both carry at the same time.
-        pieces: whether pieces are sequences where the mask allows; else rows have positions.
+    `link` is between ranks of one host, of which it has `host`, None for all, and `beyond` between hosts. Both carry at
+    the same time. pieces: whether pieces are sequences where the mask allows; else rows have positions.
     """
     h_q, h_k = (h / sharding.heads for h in heads)
     operations = 4 * h_q * head_dim * pace.factor / pace.rate
@@ -172,11 +168,8 @@ def exchange_seconds(method: str, ranks: int, moved: float, backward: bool = Fal
 
 
 def gathered_bytes(sharding: Sharding, heads: tuple[int, int], head_dim: int, pieces: bool = False) -> float:
-    """Of keys and values that the busiest rank receives in 16 bits, when parts share keys.
-
-    Args:
-        pieces: whether pieces are sequences where the mask allows.
-    """
+    """Of keys and values that the busiest rank receives in 16 bits, when parts share keys. pieces: whether pieces are
+    sequences where the mask allows."""
     return max(sharding.pulled_of(sharding.needed(pieces))) * 2 * heads[1] / sharding.heads * head_dim * 2
 
 
@@ -190,11 +183,8 @@ def expected(
     sharding: Sharding, method: str, heads: tuple[int, int], head_dim: int, backward: bool = False,
     positions: bool = False,
 ) -> Estimate:  # fmt: skip
-    """Of a call's forward or backward in 16 bits, on H200s over NVLink.
-
-    Args:
-        positions: whether rows have positions in any case, as where scores or masks are functions.
-    """
+    """Of a call's forward or backward in 16 bits, on H200s over NVLink. positions: whether rows have positions in any
+    case, as where scores or masks are functions."""
     pieces = sharding.parts == 1 or (method == "pull" and sharding.reach.right == 0 and not positions)
     pace, link = BACKWARD if backward else FORWARD, EXCHANGES[method.split("×")[-1]]
     if method == "pull" and pieces and sharding.reach.left is None and not backward:

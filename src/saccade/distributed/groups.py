@@ -72,15 +72,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: Any, rank: int | None, ulysses: bool) -> Ranks:
-    """The ranks of a group, a mesh, or a number.
-
-    Args:
-        ulysses: whether all ranks of a group divide heads; of a mesh of two dimensions those of its last do.
-
-    Raises:
-        TypeError: none of these.
-        ValueError: a mesh of more dimensions, a rank beside a group, or a process that is not in the group.
-    """
+    """The ranks of a group, a mesh, or a number. Raises TypeError for what is none of these, and ValueError for a mesh
+    of more dimensions, a rank beside a group, or a process that is not in the group. ulysses: whether all ranks of a
+    group divide heads; of a mesh of two dimensions those of its last do."""
     if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:  # which is a number
         raise ValueError("this process is not a rank of the group: call plan in the group's processes only")
     if isinstance(group, int) and not isinstance(group, bool):

@@ -120,11 +120,7 @@ vLLM on a CPU asks all that modules hold for their attributes, which it cannot g
 
 
 def eager(call: Call, backend: str, run: Callable[[], Outputs], found: CallKey | None) -> Outputs:
-    """The results of `run`, with gradients.
-
-    Args:
-        found: the call by its arguments, if it has a key.
-    """
+    """The results of `run`, with gradients. found: the call by its arguments, if it has a key."""
     dequantized = call.descale is not None and call.descale.backward
     _refuse_without_gradients(call.layout, call.given[:3], dequantized)
     tensors, static = split(flatten(call, backend))

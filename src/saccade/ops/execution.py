@@ -29,11 +29,8 @@ BackwardResults = tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 def execute(
     call: Call, backend: str, lse: bool, found: CallKey | None = None, arrivals: Arrivals | None = None
 ) -> Outputs:
-    """Plan and run: what the operator does. Results are in the layout's order.
-
-    Args:
-        found: the call by what it was made of, if that has a key, to be recorded.
-        arrivals: what tells which keys have come, where some come while the call runs.
+    """Plan and run: what the operator does. Results are in the layout's order. found: the call by what it was made of,
+    if that has a key, to be recorded. arrivals: what tells which keys have come, where some come while the call runs.
     """
     if found is None and arrivals is None and not replay.on_host(call.q):
         found = replay.of_call(call, backend, lse)
@@ -142,11 +139,8 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def forward_of(
     found: CallKey | None, flat: Sequence[Any], lse: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results that the operator returns: those that nobody asked for are empty tensors.
-
-    Args:
-        found: the call, if it has a key.
-    """
+    """The results that the operator returns: those that nobody asked for are empty tensors. found: the call, if it has
+    a key."""
     if found is not None and (results := found.again()) is not None:
         nothing = found.replay.nothing
     else:
@@ -186,12 +180,8 @@ def backward_of(
 def computed_gradients(
     found: CallKey | None, given: Sequence[Any], flat: Sequence[Any], wanted: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """The gradients of a call: dq, dk, dv, dsink, and those of captured tensors.
-
-    Args:
-        found: the backward, if it has a key, to be recorded.
-        given: dout, dlse, out and lse.
-    """
+    """The gradients of a call: dq, dk, dv, dsink, and those of captured tensors. found: the backward, if it has a key,
+    to be recorded. given: dout, dlse, out and lse."""
     dout, dlse, out, lse = given
     call, backend = unflatten(*flat)
     call = call.replace(max_scores=False)  # which have no gradient

@@ -52,10 +52,7 @@ def implement(name: str, kernel: Callable[..., Any], key: str) -> None:
 
 def run(call: Call, backend: str, lse: bool, found: CallKey | None = None) -> Outputs:
     """The results in the layout's order, directly or by the operator. Those that nobody asked for are None or empty.
-
-    Args:
-        found: the call by its arguments, if it has a key.
-    """
+    found: the call by its arguments, if it has a key."""
     results = run_directly(call, backend, lse, found)
     return run_by_operator(call, backend, lse) if results is None else results
 

@@ -128,12 +128,8 @@ class CallKey(NamedTuple):
         self, module: Any, more: Sequence[Tensor], work: Callable[[], Sequence[Tensor | None]]
     ) -> Sequence[Tensor | None]:
         """The results of `work`, which computes this call; recorded for later ones the second time, or the first time
-        where calls of other sizes were made twice.
-
-        Args:
-            module: the backend.
-            more: further operands, which the call drew itself.
-        """
+        where calls of other sizes were made twice. `module` is the backend, and `more` are further operands, which the
+        call drew itself."""
         form, first = self.key[0], self.replay is None
         if first and _forms.get(form) is None:
             _replays.put(self.key, _ONCE)
@@ -157,12 +153,8 @@ def _find(
     static: Hashable, tensors: Sequence[Tensor], written: int = 0, needs_gradient: bool = False, dropout_p: float = 0.0
 ) -> CallKey | None:
     """The call of these tensors, of classes in PLAIN, and of all else that the host reads; None of tensors that are not
-    plainly memory. In the path of every small call.
-
-    Args:
-        written: how many of the last tensors the call writes to: the key holds how they lie to the others, so that
-            what was found not to overlap does not.
-    """
+    plainly memory. In the path of every small call. written: how many of the last tensors the call writes to: the key
+    holds how they lie to the others, so that what was found not to overlap does not."""
     if any(map(_is_neg, tensors)):
         return None
     try:
@@ -218,11 +210,7 @@ def of_arguments(
 ) -> tuple[CallKey | None, TracedValues | None]:
     """A call by its arguments, or None if it takes the long way; and what the guards of its score function gave. A
     call asks them once: they compute what the function does of captured tensors, and checkpoints count what autograd
-    saves.
-
-    Args:
-        flags: `return_lse`, `return_max_scores` and `deterministic`.
-    """
+    saves. flags: `return_lse`, `return_max_scores` and `deterministic`."""
     if not _is_plain(q, layout, scale, dropout_p, flags, backend):
         return None, None
     masked = _NOTHING if mask is None else _of_mask(mask)
@@ -347,11 +335,7 @@ def _of_function(score_mod: Any, q: Tensor) -> _Part | None:
 
 
 def of_operator(name: str, arguments: Sequence[Any], *more: Hashable, out: Tensor | None = None) -> CallKey | None:
-    """A call of an operator by its `flatten`ed arguments.
-
-    Args:
-        more: what else it takes that is no tensor.
-    """
+    """A call of an operator by its `flatten`ed arguments, and by what else it takes that is no tensor."""
     if on_host(arguments[0]) or watched():
         return None
     tensors, static = split(arguments)

@@ -37,12 +37,8 @@ class Died:
 def in_processes(
     function: Callable[[Task], Result], tasks: Iterable[Task], count: int, *, fresh: bool = False
 ) -> Iterator[tuple[Task, Result | Died]]:
-    """Each task with its result, in order; what a task raises is raised here.
-
-    Args:
-        count: how many processes run at once.
-        fresh: every task has a new process.
-    """
+    """Each task with its result, in order; what a task raises is raised here. `count` processes run at once. fresh:
+    every task has a new one."""
     # An executor whose process dies gives up all its tasks, and does not say which was at fault: each has one process.
     executors: SimpleQueue[ProcessPoolExecutor] = SimpleQueue()
     for _ in range(count):
@@ -146,11 +142,8 @@ def capability_of(device: str) -> int:
 
 
 def stand_in(device: str, gpu: str = "") -> None:
-    """Makes this process compile for a device, such as `sm90`, and launch nothing.
-
-    Args:
-        gpu: the name of the GPU in the tables of tile configs; default: that of the one that was measured.
-    """
+    """Makes this process compile for a device, such as `sm90`, and launch nothing. gpu: the name of the GPU in the
+    tables of tile configs; default: that of the one that was measured."""
     from triton.runtime import driver
 
     table = gpu or _TABLES.get(device, device)

@@ -358,11 +358,7 @@ class GraphReplay:
     """
 
     def __init__(self, score_graph: ScoreGraph, inputs: Sequence[Any], data_types: Any) -> None:
-        """
-        Args:
-            inputs: the cuDNN graph's tensors for `score_graph.inputs`, in their order.
-            data_types: the class of cuDNN's data types.
-        """
+        """inputs: the cuDNN graph's tensors for `score_graph.inputs`, in their order. data_types: cuDNN's class."""
         self.score_graph, self.inputs, self.data_types = score_graph, inputs, data_types
         self.score: Any = None
         self.nodes: list[Any] = []

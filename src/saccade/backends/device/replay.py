@@ -359,11 +359,7 @@ def packed(
     slot: Callable[[Tensor], Slot | None],
 ) -> PackedLaunch | None:
     """The launch of a compiled kernel with these arguments, of which tensors are found by their places; None where
-    Triton's own launcher has to do it.
-
-    Args:
-        encodings: of the arguments that are descriptors, in their order.
-    """
+    Triton's own launcher has to do it. encodings: of the arguments that are descriptors, in their order."""
     run, metadata = compiled.run, compiled.metadata
     warps, blocks, shared = compiled.packed_metadata[:3]
     asks = (getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled"))
@@ -425,12 +421,8 @@ class PackedLaunch:
         cells: Sequence[tuple[int, Slot]],
         maps: Sequence[tuple[int, bytes, Slot]],
     ) -> None:
-        """
-        Args:
-            values: the parameters, 8 bytes each; of an address, or a tensor map of one, any.
-            cells: which of them are addresses, and of what.
-            maps: the same for tensor maps, with their bytes.
-        """
+        """values: the parameters, 8 bytes each; of an address, or a tensor map of one, any. cells: which of them are
+        addresses, and of what. maps: the same for tensor maps, with their bytes."""
         self.compiled, self.sizes, self.chained = compiled, sizes, chained
         self.values, self.maps = values, b"".join([x for _, x, _ in maps])
         self.cells = [(at, *found) for at, found in cells]

@@ -125,17 +125,9 @@ def parts(name: str, packed: Any, dim: int, count: int, shape: str) -> tuple[Ten
 
 
 def visible(is_causal: bool, window_size: Any, leftpad: Tensor | None = None) -> Mask | None:
-    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q` for each sequence.
-
-    Args:
-        is_causal: right is 0.
-        window_size: (left, right), as a tensor too; a bound that is negative or None is unbounded.
-        leftpad: (b,) the first key of each sequence.
-
-    Raises:
-        TypeError: bounds that are not two integers.
-        ValueError: another leftpad than an integer vector.
-    """
+    """Row i sees keys `i + off - left <= j <= i + off + right`, with `off = s_k - s_q` for each sequence, from
+    leftpad[b] on. With `is_causal`, right is 0. A bound that is negative or None is unbounded. Raises TypeError for
+    bounds that are not two integers, and ValueError for another leftpad than an integer vector."""
     left, right = bounds(window_size)
     if is_causal:
         right = 0
@@ -204,18 +196,9 @@ def _diagonal(layout: Layout, q: Tensor, k: Tensor) -> Tensor:
 def score_mod(
     softcap: float, slopes: Tensor | None, causal: Any, layout: Layout, q: Tensor, k: Tensor
 ) -> Callable[..., Tensor] | None:
-    """`softcap tanh(score / softcap) - slopes[b, h] |i + off - j|`, with `off = s_k - s_q` for each sequence.
-
-    Args:
-        softcap: none where it is not above 0.
-        slopes: (h_q) or (b, h_q), or None.
-        causal: no row sees a key after its own.
-        layout: of the call, for the offsets.
-        q: of the call, and k.
-
-    Raises:
-        TypeError, ValueError: a cap that is no number, slopes of another shape.
-    """
+    """`softcap tanh(score / softcap) - slopes[b, h] |i + off - j|`, with `off = s_k - s_q` for each sequence. There is
+    no softcap that is not above 0. slopes: (h_q) or (b, h_q), or None. causal: no row sees a key after its own. Raises
+    TypeError or ValueError for a cap that is no number, or slopes of another shape."""
     cap = None
     if softcap != 0.0 and not arguments.number("softcap", softcap) <= 0:
         cap = capped(arguments.number("softcap", softcap))

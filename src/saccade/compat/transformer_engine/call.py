@@ -144,12 +144,8 @@ class CallArguments(NamedTuple):
     thd_attention_policy_dispatch: str = "auto"
 
     def settled(self, defaults: Settings) -> CallArguments:
-        """With q, k and v apart, and the constructor's settings where the call has none; everything is checked.
-
-        Raises:
-            WrongCall: names and tensors that do not fit one another.
-            Unsupported: what saccade does not have yet.
-        """
+        """With q, k and v apart, and the constructor's settings where the call has none. Raises WrongCall for names and
+        tensors that do not fit one another, and Unsupported for what saccade does not have yet."""
         self._refuse()
         self._check_types()
         own = self.qkv_format, self.attn_mask_type, self.window_size, self.bottom_right_diagonal, self.softcap

@@ -214,10 +214,7 @@ class BlockDiagonalMask(AttentionBias):
         return self.k_seqinfo.split(tensor, self._batch_sizes)
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
-        """
-        Raises:
-            ValueError: keys of other lengths than the queries: say split_queries or split_kv.
-        """
+        """Raises ValueError for keys of other lengths than the queries: say split_queries or split_kv."""
         if self.q_seqinfo is not self.k_seqinfo:
             raise ValueError("queries and keys have different lengths: call split_queries or split_kv")
         return self.split_queries(tensor)

@@ -35,16 +35,9 @@ class Meaning(NamedTuple):
 
 
 def meaning(attn_bias: Any, q: Tensor, k: Tensor) -> Meaning:
-    """
-    Args:
-        attn_bias: None, a tensor or a bias.
-        q: (b, s_q, h_q, d), (b, s_q, d) or (b, s_q, groups, h, d).
-        k: the keys, in the same form.
-
-    Raises:
-        TypeError: a bool tensor, or another class than those of xformers 0.0.35.
-        ValueError: a bias that does not fit the tensors.
-    """
+    """What attn_bias, which is None, a tensor or a bias, means for q and k of one form: (b, s, h, d), (b, s, d) or
+    (b, s, groups, h, d). Raises TypeError for a bool tensor, or another class than those of xformers 0.0.35, and
+    ValueError for a bias that does not fit the tensors."""
     if attn_bias is None:
         return Meaning(BSHD)
     if isinstance(attn_bias, Tensor):

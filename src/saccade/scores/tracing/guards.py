@@ -116,18 +116,12 @@ _MISSING = object()
 
 
 class Guards:
-    """Hold as long as the trace of a function does.
+    """Hold as long as the trace of a function does. `called` are torch's functions that the trace called, `attributes`
+    what the function's arguments have besides those of tensors. Raises Unguarded if it reads something that may change
+    unseen.
 
     Checks and finds are texts of Python around `root`, the function: all checks are one expression, which costs a small
     call a third of what a function for each of them does.
-
-    Args:
-        fn: the function.
-        called: torch's functions that its trace called.
-        attributes: what its arguments have besides the attributes of tensors.
-
-    Raises:
-        Unguarded: the function reads something that may change unseen.
     """
 
     def __init__(self, fn: Any, called: set[Any], attributes: frozenset[str] = frozenset()) -> None:
