@@ -87,22 +87,11 @@ class Call:
     """The positions of rows and keys, or None."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layout: Layout | None = None,
-        mask: Mask | None = None,
-        score: Score | None = None,
-        sink: Tensor | None = None,
-        scale: float = 1.0,
-        deterministic: bool = False,
-        dropout: Dropout | None = None,
-        max_scores: bool = False,
-        descale: Factors | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, layout: Layout | None = None, mask: Mask | None = None,
+        score: Score | None = None, sink: Tensor | None = None, scale: float = 1.0, deterministic: bool = False,
+        dropout: Dropout | None = None, max_scores: bool = False, descale: Factors | None = None,
         out: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """q, k, v and out as the user has them."""
         layout = _BHSD if layout is None else layout  # no default: Dynamo takes objects from globals
         fields = {

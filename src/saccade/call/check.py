@@ -29,24 +29,11 @@ _LEARNED_SCALE = (
 
 
 def check_call(
-    q: Tensor,
-    k: Tensor | LatentCache,
-    v: Tensor | LatentCache,
-    *,
-    mask: Any = None,
-    score_mod: Any = None,
-    layout: Layout | None = None,
-    scale: Any = None,
-    sink: Tensor | None = None,
-    dropout_p: Any = 0.0,
-    return_lse: bool = False,
-    return_max_scores: bool = False,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-    out: Tensor | None = None,
-    descale: Descale | None = None,
-    runs: bool = True,
-) -> Call:
+    q: Tensor, k: Tensor | LatentCache, v: Tensor | LatentCache, *, mask: Any = None, score_mod: Any = None,
+    layout: Layout | None = None, scale: Any = None, sink: Tensor | None = None, dropout_p: Any = 0.0,
+    return_lse: bool = False, return_max_scores: bool = False, deterministic: bool | None = None, backend: str = "auto",
+    out: Tensor | None = None, descale: Descale | None = None, runs: bool = True,
+) -> Call:  # fmt: skip
     """The call of these arguments of `attention`, or an error that quotes them. In the hot path of small calls.
     runs: False for a call that is planned alone: it draws no dropout."""
     arguments.flags(return_lse=return_lse, return_max_scores=return_max_scores, deterministic=deterministic)

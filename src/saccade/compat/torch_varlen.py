@@ -129,14 +129,9 @@ def varlen_attn_out(
 
 
 def _attend(
-    operands: tuple[Tensor, Tensor, Tensor],
-    layout: Packed | Paged,
-    mask: masks.Mask | None,
-    scale: float | None,
-    enable_gqa: bool,
-    return_aux: AuxRequest | None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    operands: tuple[Tensor, Tensor, Tensor], layout: Packed | Paged, mask: masks.Mask | None, scale: float | None,
+    enable_gqa: bool, return_aux: AuxRequest | None, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Writes to `out` itself where attention may; else copies the result to it."""
     query, key, value = operands
     arguments.tensors(query=query, key=key, value=value)
@@ -167,14 +162,9 @@ def _attend(
 
 
 def layout_of(
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int | Tensor,
-    max_k: int | Tensor,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-) -> Packed | Paged:
+    cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int | Tensor, max_k: int | Tensor, seqused_k: Tensor | None,
+    block_table: Tensor | None, num_splits: int | None,
+) -> Packed | Paged:  # fmt: skip
     """The layout of these arguments of `varlen_attn`."""
     if block_table is None:
         if cu_seq_k is None:

@@ -63,19 +63,11 @@ class CoreAttention(DotProductAttention):
     """
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
-        cp_comm_type: str | None = "p2p",
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, k_channels: int | None = None,
+        v_channels: int | None = None, num_splits: int | None = None, cp_comm_type: str | None = "p2p",
         pg_collection: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if config.context_parallel_size > 1:
             raise Unsupported(
                 f"CoreAttention: context_parallel_size={config.context_parallel_size}: context parallelism is not "
@@ -106,16 +98,9 @@ class CoreAttention(DotProductAttention):
         self.current_max_attn_logits: Tensor | None = None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        num_splits: int | None = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None, packed_seq_params: Any = None, num_splits: int | None = None,
+    ) -> Tensor:  # fmt: skip
         packed: dict[str, Any] = {}  # and the bias
         if packed_seq_params is not None:
             packed = {name: getattr(packed_seq_params, name, None) for name in _PACKED}

@@ -221,19 +221,10 @@ def _known(
 
 
 def _append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    q: Tensor | None,
-    tensors: Any,
-    layout: str,
-    rotary: Any,
-    interleaved: bool,
-    k_factor: Tensor | None = None,
-    v_factor: Tensor | None = None,
+    k_cache: Tensor, v_cache: Tensor, k_new: Tensor, v_new: Tensor, q: Tensor | None, tensors: Any, layout: str,
+    rotary: Any, interleaved: bool, k_factor: Tensor | None = None, v_factor: Tensor | None = None,
     known: CallKey | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     _refuse_shared(k_cache, v_cache, {"k_new": k_new, "v_new": v_new} | ({} if q is None else {"q": q}))
     tensors = list(tensors)
     slots = CacheSlots(*tensors) if layout == CacheSlots.text else layouts.from_tensors(layout, tensors, [])

@@ -194,20 +194,9 @@ def _bits(*numbers: Any) -> Hashable:
 
 
 def of_arguments(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    score_mod: Any,
-    layout: Any,
-    scale: Any,
-    sink: Any,
-    dropout_p: Any,
-    flags: tuple[Any, Any, Any],
-    backend: Any,
-    out: Any,
-    descale: Any,
-) -> tuple[CallKey | None, TracedValues | None]:
+    q: Any, k: Any, v: Any, mask: Any, score_mod: Any, layout: Any, scale: Any, sink: Any, dropout_p: Any,
+    flags: tuple[Any, Any, Any], backend: Any, out: Any, descale: Any,
+) -> tuple[CallKey | None, TracedValues | None]:  # fmt: skip
     """A call by its arguments, or None if it takes the long way; and what the guards of its score function gave. A
     call asks them once: they compute what the function does of captured tensors, and checkpoints count what autograd
     saves. flags: `return_lse`, `return_max_scores` and `deterministic`."""

@@ -84,17 +84,9 @@ class VLLMBackend(_vllm.AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
         """Why no kernel runs such layers, one line for each backend; None where one does. No device is asked, since
         vLLM starts its processes after this."""
         cached = CACHE_DTYPES.get(kv_cache_dtype or "auto")
@@ -190,19 +182,11 @@ class VLLMLayer(_vllm.AttentionImpl):
     Unsupported for attention types other than decoders', and caches of other dtypes than `CACHE_DTYPES`."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = _vllm.AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = _vllm.AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if attn_type != _vllm.AttentionType.DECODER:
             kind = getattr(attn_type, "value", attn_type)
             raise Unsupported(f"saccade's vLLM backend runs decoder attention, not {kind!r}")
@@ -233,17 +217,10 @@ class VLLMLayer(_vllm.AttentionImpl):
         }
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-        attn_metadata: VLLMMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor,
+        attn_metadata: VLLMMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Writes the requests' rows to `output`, (tokens, h_q, d_v), and no others.
 
         Args:

@@ -66,17 +66,9 @@ class MLABackend(_mla.MLACommonBackend):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: Any,
-    ) -> str | None:
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int | None, use_mla: bool,
+        has_sink: bool, use_sparse: bool, use_mm_prefix: bool, device_capability: Any,
+    ) -> str | None:  # fmt: skip
         return refusal(dtype, head_size, device_capability, d_v=VALUES, latent=True)
 
 
@@ -159,15 +151,9 @@ class MLALayer(LatentLayer, _mla.MLACommonImpl):
         return out, None
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
-    ) -> None:
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str,
+        k_scale: Tensor, skip_scale: bool = False,
+    ) -> None:  # fmt: skip
         """Writes latents (tokens, values) and rotated columns (tokens, 1, d - values) to their slots."""
         if not kv_cache.numel():
             return
@@ -205,14 +191,9 @@ class MLAPrefill(_prefill.MLAPrefillBackend):
         return "CUSTOM"
 
     def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool, out: Tensor | None = None,
         output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """out (t, h, d_v), and with `return_softmax_lse` the LSE (h, t) too."""
         if output_scale is not None:
             raise Unsupported("saccade's MLA backend of vLLM does not quantize its output: output_scale must be None")

@@ -64,16 +64,9 @@ class SparseMLALayer(LatentLayer, _sparse.SparseMLACommonImpl):
     """One layer: `out = softmax(scale q k^T) v` over the listed latent rows k, whose first columns are v."""
 
     def _forward_mqa_kernel(
-        self,
-        q: Tensor | tuple[Tensor, Tensor],
-        kv_cache: Tensor,
-        topk_indices: Tensor,
-        valid_counts: Tensor,
-        *,
-        layer: Any,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[Tensor, None]:
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, topk_indices: Tensor, valid_counts: Tensor, *,
+        layer: Any, block_size: int, is_decode: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """(tokens, h_q, values).
 
         Args:
