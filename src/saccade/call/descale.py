@@ -140,13 +140,9 @@ class Factors(NamedTuple):
         found = {name: tensors.pop() for name in reversed(names) if name in NAMES}
         return Factors(found.get("q"), found.get("k"), found.get("v"))
 
-    def of_sequence(self, i: int) -> Factors:
-        """The factors of one sequence, as a batch of one."""
-        return self.mapped(lambda x: x[i : i + 1])
-
-    def of_heads(self, heads: slice) -> Factors:
-        """The factors of some key heads."""
-        return self.mapped(lambda x: x[:, heads])
+    def of_sequence(self, i: int, heads: slice = slice(None)) -> Factors:
+        """The factors of one sequence, as a batch of one, and of all or some key heads."""
+        return self.mapped(lambda x: x[i : i + 1, heads])
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Factors:
         """The same record with each tensor changed."""

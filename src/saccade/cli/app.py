@@ -61,11 +61,6 @@ def add_bench(app: typer.Typer) -> None:
         app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 
 
-def grid_names() -> tuple[str, ...]:
-    """What `--cases` takes, for completion."""
-    return tuple(_harness("grids").GRIDS) if _in_a_clone() else ()
-
-
 def bench() -> None:
     """Times attention beside other libraries, in a clone of the repository: an installed package has no harness."""
     typer.echo(MISSING, err=True)
@@ -90,7 +85,7 @@ SPEC = (*TORCH_DTYPES, *LAYOUTS, *masks.KINDS, *scores.KINDS, *FLAGS, "d64", "d1
 """Words of a Spec."""
 VALUES = {
     ("check", "--cases"): tuple(map(str, MODELS)),
-    ("bench", "--cases"): grid_names(),
+    ("bench", "--cases"): tuple(_harness("grids").GRIDS) if _in_a_clone() else (),
     ("bench", "--device"): ("cpu", "cuda"),
     ("tune", "--backend"): TUNED,
 }

@@ -59,7 +59,8 @@ def _attention(plan: ContextPlan, q: Tensor, k: Tensor, v: Tensor, layout: Any, 
         raise ValueError(f"q, k and v must share one dtype and one device, got {got}")
     if plan.ranks.heads > 1:
         return _by_heads(plan, given, (q, k, v), options)
-    pieces = plan.by_pieces and _windows(options) and not options["dropout_p"] and options["score_mod"] is None
+    by_positions = options["mask"] is None or all(isinstance(leaf, Window) for leaf in options["mask"].leaves())
+    pieces = plan.by_pieces and by_positions and not options["dropout_p"] and options["score_mod"] is None
     layout = plan.pieces_layout(q.device) if pieces else plan.layout(q.device, given.order)
     exchange = plan.pieces_exchange() if pieces else plan.keys_exchange() if plan.ranks.parts > 1 else None
     k, v = (_user_order(_to_rows(given, x)[: plan.used_rows], given) if plan.padding else x for x in (k, v))
@@ -91,11 +92,6 @@ def _while_keys_come(exchange: ArrivingRows, q: Tensor, k: Tensor, v: Tensor, op
     _plan(call.replace(given=awaited, layout=layouts.whole), options["backend"])
     out, lse, max_scores = arriving_attention(exchange, BESIDE, call, options["backend"])
     return out, lse if options["return_lse"] else None, max_scores if options["return_max_scores"] else None
-
-
-def _windows(options: Options) -> bool:
-    """Whether the mask compares positions alone."""
-    return options["mask"] is None or all(isinstance(leaf, Window) for leaf in options["mask"].leaves())
 
 
 def _by_heads(plan: ContextPlan, given: Layout, operands: tuple[Tensor, Tensor, Tensor], options: Options) -> Results:

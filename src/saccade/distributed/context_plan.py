@@ -441,8 +441,9 @@ def drawn(plan: ContextPlan, width: int, path: Any) -> str:
     lines = [f"{plan!r}; a sign is {scale} row{'s' if scale > 1 else ''}"]
     owners = _owners(plan)
     for i in shown:
-        signs = "".join(_sign(owners[i], at) for at in range(0, lengths[i], scale))
-        lines.append(f"{i:6} {signs} {lengths[i]}")
+        at = range(0, lengths[i], scale)
+        ranks = (next(rank for start, stop, rank in owners[i] if start <= row < stop) for row in at)
+        lines.append(f"{i:6} {''.join(SIGNS[rank % len(SIGNS)] for rank in ranks)} {lengths[i]}")
     if len(shown) < len(lengths):
         lines.append(f"       and {len(lengths) - len(shown)} shorter documents")
     return "\n".join(lines)
@@ -455,11 +456,6 @@ def _owners(plan: ContextPlan) -> list[list[tuple[int, int, int]]]:
         for piece in pieces:
             found[piece.document].append((piece.start, piece.stop, rank))
     return [sorted(pieces) for pieces in found]
-
-
-def _sign(pieces: list[tuple[int, int, int]], at: int) -> str:
-    rank = next(rank for start, stop, rank in pieces if start <= at < stop)
-    return SIGNS[rank % len(SIGNS)]
 
 
 def _saved(plan: ContextPlan, path: Any) -> None:

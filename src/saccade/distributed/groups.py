@@ -58,10 +58,6 @@ class Ranks(NamedTuple):
     heads_group: str = ""
     device: str = "cpu"
 
-    def dividing_heads(self) -> Ranks:
-        """The same ranks as one part that divides heads."""
-        return self._replace(heads=self.size, rows_group="", heads_group=self.rows_group)
-
     @property
     def parts(self) -> int:
         return self.size // self.heads

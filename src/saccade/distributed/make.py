@@ -278,7 +278,10 @@ def _method(asked: Request, shared: Sharding) -> tuple[Ranks, str, str]:
         f"{gathered / 1e6:.1f} MB of keys for a rank ({1e3 * times[0]:.2f} ms by {sharing}) beside "
         f"{divided / 1e6:.1f} MB of rows for heads ({1e3 * times[1]:.2f} ms); {why}"
     )
-    return (ranks.dividing_heads(), "ulysses", reason) if times[1] < times[0] else (ranks, sharing, reason)
+    if times[1] >= times[0]:
+        return ranks, sharing, reason
+    # The same ranks as one part that divides heads.
+    return ranks._replace(heads=ranks.size, rows_group="", heads_group=ranks.rows_group), "ulysses", reason
 
 
 def _sharing(ranks: Ranks) -> tuple[str, str]:

@@ -76,7 +76,11 @@ class CoreAttention(DotProductAttention):
         if getattr(config, "fp8_dot_product_attention", False):
             raise Unsupported("CoreAttention: fp8_dot_product_attention: FP8 is not supported")
         apart = k_channels is not None and v_channels is not None
-        tensor_parallel = _megatron_group() if pg_collection is None else pg_collection.tp
+        if pg_collection is None:
+            state = import_module("megatron.core.parallel_state")
+            tensor_parallel = state.get_tensor_model_parallel_group(check_initialized=False)
+        else:
+            tensor_parallel = pg_collection.tp
         super().__init__(
             num_attention_heads=config.num_attention_heads,
             kv_channels=(k_channels, v_channels) if apart else config.kv_channels,  # pyright: ignore[reportArgumentType]
@@ -92,7 +96,7 @@ class CoreAttention(DotProductAttention):
             attention_type=attention_type,
             softmax_scale=softmax_scale,
             softmax_type=getattr(config, "softmax_type", "vanilla"),
-            return_max_logit=_watches_logits(config),
+            return_max_logit=any(getattr(config, name, False) for name in ("qk_clip", "log_max_attention_logit")),
         )
         self.config, self.tensor_parallel = config, tensor_parallel
         self.current_max_attn_logits: Tensor | None = None
@@ -138,20 +142,12 @@ class CoreAttention(DotProductAttention):
         return sharded(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
 
-def _watches_logits(config: Any) -> bool:
-    return bool(getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False))
-
-
 def _has_window(config: Any, layer_number: int) -> bool:
     """Whether a layer, counted from 1, has config's window: all, all but each n-th, or those of a list."""
     every = getattr(config, "window_attn_skip_freq", None)
     if not config.window_size or every is None:
         return bool(config.window_size)
     return layer_number % every != 0 if isinstance(every, int) else bool(every[layer_number - 1])
-
-
-def _megatron_group() -> Any:
-    return import_module("megatron.core.parallel_state").get_tensor_model_parallel_group(check_initialized=False)
 
 
 def _rng_tracker() -> Any:

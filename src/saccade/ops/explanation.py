@@ -75,7 +75,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [str(self.spec)]
         for name, against in self.reasons.items():
-            verdict = "; ".join(against) or (self._chosen() if name == self.backend else self._passed_over(name))
+            outrun = self.outrun.get(name)
+            passed_over = "runs it, not chosen" if outrun is None else f"runs it, not chosen: {outrun}"
+            verdict = "; ".join(against) or (self._chosen() if name == self.backend else passed_over)
             lines.append(f"  {name}: {verdict}")
         if self.hidden is not None:
             lines.append(f"  part of the score function masks keys: it runs as the mask {self.hidden!r}")
@@ -104,10 +106,6 @@ class Explanation:
             "memory": self.workspace,
             **notes,
         }
-
-    def _passed_over(self, name: str) -> str:
-        why = self.outrun.get(name)
-        return "runs it, not chosen" if why is None else f"runs it, not chosen: {why}"
 
     def _chosen(self) -> str:
         if self.gradient == self.backend:

@@ -209,12 +209,9 @@ def _check_options(per: Any, dtype: Any, v_order: Any, flags: dict[str, Any]) ->
     for name, x, known in (("per", per, PER), ("dtype", dtype, EIGHT_BITS), ("v_order", v_order, ORDERS)):
         if x not in known:
             got = x if isinstance(x, torch.dtype) else arguments.describe(x)
-            raise ValueError(f"{name} must be {' or '.join(map(_quoted, known))}, got {got}")
+            words = (repr(word) if isinstance(word, str) else str(word) for word in known)
+            raise ValueError(f"{name} must be {' or '.join(words)}, got {got}")
     arguments.flags(**flags)
-
-
-def _quoted(x: Any) -> str:
-    return repr(x) if isinstance(x, str) else str(x)
 
 
 # The operators.

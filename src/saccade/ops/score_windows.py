@@ -282,9 +282,6 @@ class _Analysis:
 
     # What the bounds decide
 
-    def _implied(self, bounds: list[DistanceBound] | None) -> bool:
-        return bounds is not None and all(map(self._follows, bounds))
-
     def _follows(self, y: DistanceBound) -> bool:
         if any(x[::2] == y[::2] and x.constant <= y.constant for x in self.bounds):
             return True
@@ -300,7 +297,8 @@ class _Analysis:
             name = name_of(x) if x.op == "call_function" and x.meta["kind"] == "tile" else ""
             known = [truth.get(y) if isinstance(y, fx.Node) else None for y in x.args]
             if name in _OPPOSITE:
-                yes, no = (self._implied(self._compared(x, negated)) for negated in (False, True))
+                compared = (self._compared(x, negated) for negated in (False, True))
+                yes, no = (bounds is not None and all(map(self._follows, bounds)) for bounds in compared)
                 truth[x] = True if yes else False if no else None
             elif name in _SAME:
                 truth[x] = known[0]

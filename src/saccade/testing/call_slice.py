@@ -160,7 +160,7 @@ class CheckedCall(NamedTuple):
             layout=dense_of(self.layout, sequence, self.q.shape[2]),
             mask=None if mask is None else ShiftedMask(of_rows(mask, sequence.rows), b, h, self.q.shape[1]),
             score=None if score is None else ShiftedScore(score, b, h),
-            descale=None if self.descale is None else self.descale.of_sequence(b).of_heads(key_heads),
+            descale=None if self.descale is None else self.descale.of_sequence(b, key_heads),
             out=None if out is None else out.new_empty(0),
             scale=float(keywords.get("scale", 1 / math.sqrt(self.q.shape[-1]))),
             dropout=None if dropout is None else ShiftedDropout(dropout.state, dropout.p, b, h),

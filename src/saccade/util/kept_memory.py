@@ -66,19 +66,29 @@ def keep(make: Callable[[], T]) -> T:
             return make()
     stream = torch.cuda.Stream() if capturing() else torch.cuda.current_stream()
     waits = stream != torch.cuda.current_stream()
+
+    def made() -> T:
+        with relaxed_capture(), torch.no_grad(), torch.cuda.stream(stream):
+            result = make()
+            if waits:
+                stream.synchronize()
+            return result
+
+    return in_thread(made, "saccade makes what it keeps")
+
+
+def in_thread(make: Callable[[], T], name: str) -> T:
+    """What `make` returns or raises in a thread of its own, which has no mode, transform or context of the caller."""
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            with relaxed_capture(), torch.no_grad(), torch.cuda.stream(stream):
-                results.append(make())
-                if waits:
-                    stream.synchronize()
+            results.append(make())
         except BaseException as error:
             errors.append(error)
 
-    thread: Any = threading.Thread(target=run, name="saccade makes what it keeps")
+    thread: Any = threading.Thread(target=run, name=name)
     thread.start()
     thread.join()
     if errors:

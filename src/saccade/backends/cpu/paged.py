@@ -85,7 +85,8 @@ def _sequence(
         rows = q.new_zeros(h_q, block.height, q.shape[2], dtype=products)
         rows[:, filled] = _rows(call, q, b, block.rows).to(products)
         rows = rows.unflatten(0, (-1, group)).flatten(1, 2)
-        step = _keys(call, rows)
+        # Rows are (h_k, group * height, d).
+        step = FIXED_KEYS if _fixed(call) else max(FIXED_KEYS, TILE_ELEMENTS // rows.shape[:2].numel())
         for start in range(int(block_lo[seeing].min()) // step * step, int(block_hi[seeing].max()), step):
             kv_idx = torch.arange(start, start + step if _fixed(call) else min(start + step, keys), device="cpu")
             k, v = (_tile(call, name, b, start, len(kv_idx), keys).to(products) for name in ("k", "v"))
@@ -133,13 +134,6 @@ def _blocks(call: Call, s_q: int, keys: int) -> Iterator[Block]:
         stop = min(start + height - first, s_q)
         yield Block(slice(start, stop), first, height if fixed else stop - start)
         start = stop
-
-
-def _keys(call: Call, rows: Tensor) -> int:
-    """Keys of a tile against rows (h_k, group * height, d)."""
-    if _fixed(call):
-        return FIXED_KEYS
-    return max(FIXED_KEYS, TILE_ELEMENTS // (rows.shape[0] * rows.shape[1]))
 
 
 def _tile(call: Call, name: str, b: int, start: int, n: int, keys: int) -> Tensor:

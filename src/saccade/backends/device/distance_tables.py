@@ -76,7 +76,7 @@ def table_launch(call: Call, n: int, fast: bool) -> Launch:
     score: Any = call.score
     read = list(score.program.distance_reads)[n]
     b, h, _ = empty(call)[FIELDS * n].shape
-    constants = scores.table_value(score, read, fast), scores.table_offset(score, read, fast), tl.constexpr(BLOCK)
+    constants = *scores.table_functions(score, read, fast), tl.constexpr(BLOCK)
     return Launch(table_kernel, (b * h, 1, 1), constants)
 
 

@@ -263,22 +263,13 @@ def bias_scatter(score: scores.Traced, wanted: Sequence[bool], fast: bool = Fals
     return score.program.emitted[key]
 
 
-def table_value(score: scores.Traced, read: int, fast: bool = False) -> Any:
-    """constexpr: what one of `Program.distance_reads` reads."""
-    return _table_functions(score, read, fast)["value"]
-
-
-def table_offset(score: scores.Traced, read: int, fast: bool = False) -> Any:
-    """constexpr: where it reads, in a contiguous tensor."""
-    return _table_functions(score, read, fast)["offset"]
-
-
-def _table_functions(score: scores.Traced, read: int, fast: bool) -> dict[str, Any]:
+def table_functions(score: scores.Traced, read: int, fast: bool = False) -> tuple[Any, ...]:
+    """constexprs: what one of `Program.distance_reads` reads, and where, in a contiguous tensor."""
     options = form(score, fast, "positions")
     key = "table", options, read
     if key not in score.program.emitted:
-        text = source.table_source(score.program, options, score.program.distance_reads[read])
-        score.program.emitted[key] = {name: tl.constexpr(jit(text)[name]) for name in ("value", "offset")}
+        functions = jit(source.table_source(score.program, options, score.program.distance_reads[read]))
+        score.program.emitted[key] = constants(functions["value"], functions["offset"])
     return score.program.emitted[key]
 
 

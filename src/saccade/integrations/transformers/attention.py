@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +227,7 @@ def updated(
         The keys and values of all sequences end to end, (t_k, h_k, d), or all pages; and where each sequence's are.
     """
     cu_q, cu_k = offsets
-    if _takes_indices(type(cache).update):  # before transformers 5.20
+    if "read_index" in inspect.signature(type(cache).update).parameters:  # before transformers 5.20
         indices = {name: keywords[name] for name in ("read_index", "write_index")}
         k, v = cache.update(key, value, module.layer_idx, **indices)
         if isinstance(cu_k, dict):
@@ -256,10 +255,6 @@ def _written(allocator: Any, key: Tensor, value: Tensor, keywords: dict[str, Any
     new = (x[0].transpose(0, 1)[:, None] for x in (key, value))  # (sequences, 1, h_k, d)
     append_kv(k_cache, v_cache, Paged(table, (used - 1).clamp(min=0)), *new)
     return k_cache, v_cache, Paged(table, used)
-
-
-def _takes_indices(update: Callable[..., Any]) -> bool:
-    return "read_index" in inspect.signature(update).parameters
 
 
 NAME = "saccade"

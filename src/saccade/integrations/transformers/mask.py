@@ -146,10 +146,6 @@ def _causal(region: Region) -> VisibleKeys:
     return VisibleKeys(masks.causal()) if region.at_the_end else VisibleKeys(stop=region.reach + 1)
 
 
-def _bidirectional(region: Region) -> VisibleKeys:
-    return VisibleKeys()
-
-
 def _window(region: Region, sliding_window: int) -> VisibleKeys:
     if region.at_the_end:
         return VisibleKeys(masks.window(sliding_window - 1, None))
@@ -200,7 +196,7 @@ def _any(region: Region, mask_functions: tuple[Callable[..., Any], ...]) -> Visi
 
 _KNOWN: dict[str, Callable[..., VisibleKeys | None]] = {
     "causal_mask_function": _causal,
-    "bidirectional_mask_function": _bidirectional,
+    "bidirectional_mask_function": lambda region: VisibleKeys(),
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _bidirectional_window,
     "chunked_overlay": _chunks,

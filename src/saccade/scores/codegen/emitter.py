@@ -523,7 +523,8 @@ class Emitter:
             if contiguous:
                 text += "".join(f" * {self._size(tensor, i, i == len(at) - 1)}" for i in range(dim + 1, len(at)))
             elif not last or not self._unit(tensor) > 1:
-                text += f" * {self._stride(tensor, dim)}"
+                stride = self._number(f"t{tensor}_s{dim}", self.start(tensor) + 1 + 2 * dim, self._unit(tensor))
+                text += f" * {stride}"
             terms.append((value.shape.count(1), text))
         # What fewer elements share is added first.
         return " + ".join(text for _, text in sorted(terms, key=lambda term: -term[0]))
@@ -548,9 +549,6 @@ class Emitter:
     def _size(self, tensor: int, dim: int, last: bool) -> str:
         unit = self._unit(tensor) if last else 1
         return self._number(f"t{tensor}_n{dim}", self.start(tensor) + 2 + 2 * dim, unit)
-
-    def _stride(self, tensor: int, dim: int) -> str:
-        return self._number(f"t{tensor}_s{dim}", self.start(tensor) + 1 + 2 * dim, self._unit(tensor))
 
     def _number(self, name: str, offset: int, unit: int) -> str:
         """A multiple of the unit, as the compiler is to know."""

@@ -30,6 +30,7 @@ from saccade.scores.tracing.lowering import K, Q, Raw, Tracer, aten, in_order, l
 from saccade.scores.tracing.tape import NO_DERIVATIVE, TILE, Refused, broadcast_shape, refusal_of
 from saccade.scores.tracing.trace import Trace, error_text
 from saccade.util.caches import BoundedCache, CacheInfo, cached_attribute, compile_constant
+from saccade.util.kept_memory import in_thread
 
 
 def by_distance(at: Sequence[Any]) -> bool:
@@ -414,27 +415,21 @@ class _ProgramCache:
 
 
 def _in_thread(make: Callable[[], T]) -> T:
-    """Calls `make` in a thread of its own, which has no mode, transform or context of the caller."""
-    results: list[T] = []
-    errors: list[Refused] = []
+    """Calls `make` in a thread of its own. What fails there is refused."""
 
-    def run() -> None:
+    def lowered() -> T:
         # Anomaly detection is one mode for all threads. It finds nothing in derivatives of stand-ins.
         quiet = torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else nullcontext()
         try:
             with quiet:
-                results.append(make())
-        except Refused as refused:
-            errors.append(refused)
+                return make()
+        except Refused:
+            raise
         except Exception as failed:  # such as an operation without a derivative
-            errors.append(Refused(error_text(failed)))
+            text = error_text(failed)
+        raise Refused(text)
 
-    thread = threading.Thread(target=run, name="saccade lowers a score function")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return in_thread(lowered, "saccade lowers a score function")
 
 
 cache = _ProgramCache()

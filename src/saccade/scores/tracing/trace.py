@@ -114,7 +114,11 @@ def trace_function(
             return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=False)
     except Unseen:
         _met.append(True)
-    with seen_functions(StandIn, _applied):
+
+    def applied(function: Any, args: Any) -> Any:
+        return followed(StandIn, _stand_in, _dtype, function.__name__, steps_of(function), args)
+
+    with seen_functions(StandIn, applied):
         return _traced(fn, Tape(StandIn, dtype, device, reads_numbers), outputs, sees=True)
 
 
@@ -151,10 +155,6 @@ _BY_ANOTHER_NAME = (
     "a torch.autograd.Function is called by a name that its apply was given, which cannot be recorded: write "
     "Clip.apply(score), not clip = Clip.apply"
 )
-
-
-def _applied(function: Any, args: Any) -> Any:
-    return followed(StandIn, _stand_in, _dtype, function.__name__, steps_of(function), args)
 
 
 class _TraceMode(TorchFunctionMode):
@@ -239,7 +239,8 @@ class _TraceMode(TorchFunctionMode):
         if name in _QUERIES and type(x) is StandIn:
             return _query(name, func, x, args[1:])
         if name in ("__repr__", "__format__", "__str__"):
-            return f"a value of the score function, {name_of_index(x.value)}"
+            named = TILE[x.value] if x.value < 5 else f"step {x.value - 5}"
+            return f"a value of the score function, {named}"
         if name == "to" or name == "type_as":
             dtype = target_dtype(StandIn, args, kwargs, _dtype)
             if dtype is None:
@@ -288,10 +289,6 @@ _SHAPE = (
 )
 _SIGNS = "+", "-", "*", "/", "/", "//", "%", "**", "&", "|", "^", "<<", ">>"
 WRITES = {f"__i{name}__": sign for name, sign in zip((*ARITHMETIC, "lshift", "rshift"), _SIGNS, strict=True)}
-
-
-def name_of_index(index: int) -> str:
-    return TILE[index] if index < 5 else f"step {index - 5}"
 
 
 # Attributes of stand-ins
