@@ -154,10 +154,7 @@ def _batch_rule(name: str) -> Any:
     return batched
 
 
-for _name, _kernel, _fake in (
-    ("exchange", _forward, _fake_forward),
-    ("exchange_back", _backward, _fake_backward),
-):
+for _name, _kernel, _fake in (("exchange", _forward, _fake_forward), ("exchange_back", _backward, _fake_backward)):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     library.impl(_name, _derivative(_name), "Autograd")
     torch.library.register_fake(f"saccade_distributed::{_name}", _fake, lib=library)

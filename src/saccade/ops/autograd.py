@@ -8,10 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    get_single_level_autograd_function_allowed,
-    set_single_level_autograd_function_allowed,
-)
+from torch._C._functorch import get_single_level_autograd_function_allowed, set_single_level_autograd_function_allowed
 from torch.autograd import forward_ad
 
 from saccade.backends import Outputs

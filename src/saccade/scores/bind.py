@@ -15,16 +15,7 @@ from saccade.scores.callbacks.score_callback import CallbackMod, callbacks_of
 from saccade.scores.codegen.program import Program, cache, pinned, program_of
 from saccade.scores.codegen.ranges import check_numbers
 from saccade.scores.library import KINDS, Ready, Softcap
-from saccade.scores.score_mod import (
-    Function,
-    Predicate,
-    Score,
-    ScoreMod,
-    Traced,
-    WithDerivative,
-    name_of,
-    one_by_one,
-)
+from saccade.scores.score_mod import Function, Predicate, Score, ScoreMod, Traced, WithDerivative, name_of, one_by_one
 from saccade.scores.tracing.guards import GuardedTrace, find_trace, find_trusted, put_trace
 from saccade.scores.tracing.tape import TILE, broadcast_shape
 from saccade.scores.tracing.trace import trace_function

@@ -144,11 +144,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     _check("relative_bias", table, wanted, lambda: table.dim() == 2 and table.shape[0] > 0 and table.shape[1] % 2 == 1)
     shared = table.shape[0] == 1
     return Ready(
-        "relative_bias",
-        partial(_relative_bias, reach=table.shape[1] // 2, shared=shared),
-        table,
-        heads=0,
-        shares=True,
+        "relative_bias", partial(_relative_bias, reach=table.shape[1] // 2, shared=shared), table, heads=0, shares=True
     )
 
 

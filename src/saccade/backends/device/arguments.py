@@ -53,11 +53,7 @@ def precision() -> str:
 
 
 def common_arguments(
-    call: Call,
-    mask: masks.DeviceMask,
-    table: Tensor | None = None,
-    fast: bool = False,
-    distances: Sequence[Any] = (),
+    call: Call, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False, distances: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
     """The arguments from `used_q` to `scale`. `fast` is as `scores.device_args` says; distances: see
     `distance_tables`."""

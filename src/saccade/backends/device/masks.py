@@ -305,9 +305,7 @@ def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout
     if mask.open_start:
         return DeviceMask(*_STOPS, (records.Bound.of(stop, starts),), has_lower_bound=has_lower_bound)
     return DeviceMask(
-        *_INTERVAL,
-        (records.Bound.of(start, starts), records.Bound.of(stop, starts)),
-        has_lower_bound=has_lower_bound,
+        *_INTERVAL, (records.Bound.of(start, starts), records.Bound.of(stop, starts)), has_lower_bound=has_lower_bound
     )
 
 

@@ -211,9 +211,5 @@ class MLAPrefill(_prefill.MLAPrefillBackend):
         return attention(*qkv, mask=mask, layout=layout, scale=self.scale, return_lse=True, out=out)
 
 
-_PAIRS = (
-    (MLABackend, _mla.MLACommonBackend),
-    (MLALayer, _mla.MLACommonImpl),
-    (MLAPrefill, _prefill.MLAPrefillBackend),
-)
+_PAIRS = ((MLABackend, _mla.MLACommonBackend), (MLALayer, _mla.MLACommonImpl), (MLAPrefill, _prefill.MLAPrefillBackend))
 refuse_differences("vllm", "vLLM", TESTED, [text for pair in _PAIRS for text in differences(*pair)])

@@ -19,14 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from saccade.scores.tracing.autograd_functions import (
-    NOT_GIVEN,
-    Unseen,
-    applying,
-    followed,
-    seen_functions,
-    steps_of,
-)
+from saccade.scores.tracing.autograd_functions import NOT_GIVEN, Unseen, applying, followed, seen_functions, steps_of
 from saccade.scores.tracing.tape import ARITHMETIC, BEHIND, TILE, Refused, Tape, is_itself, target_dtype
 from saccade.util.imports import DispatchMode
 
