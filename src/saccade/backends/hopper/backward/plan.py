@@ -34,6 +34,9 @@ SECTION = 4
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
+EVEN_ROUNDS = 24
+"""Rounds of programs after which all multiprocessors end at nearly the same time, whatever the order of blocks."""
+
 COPIED = 256
 """Numbers of one dimension of a bulk copy, at most."""
 HANDED = 852
@@ -183,12 +186,8 @@ class BackwardPlan:
             blocks, kv_blocks = -(-s_q // block_q), -(-s_k // block_k)
         rows, tiles = b * h_q * blocks * block_q, (b * h_q * blocks * config.pieces, config.piece)
         programs = b * h_k * kv_blocks
-        divided = shares_of(call.group, programs, processors * (1 if call.mask is None else config.balance))
-        if call.mask is not None and "h" in call.mask.indices:  # a list is of one head
-            divided = call.group
         constant_beyond = config.stays and not call.deterministic and bias_sums.constant_beyond(call)
-        if constant_beyond:  # what is in reach is so for one head
-            divided = call.group
+        divided = shares_of(call, config, programs, processors, blocks, constant_beyond)
         causal = call.mask is not None and call.mask.kind == "causal" and call.positions is None and s_q <= s_k
         every_row = (call.mask is None or causal) and not call.layout.tensors  # sees some keys, if there are any
         direct = every_row and kv_blocks == 1 and config.stays and captured is None
@@ -208,6 +207,7 @@ class BackwardPlan:
             section = L2_BYTES // (call.group * ((d + d_v) * q.element_size() + 4 * d))
         else:
             section = min(section, b * h_k * divided)
+        late = late_blocks(kv_blocks, programs * divided / processors) if causal and not in_order else 0
         # q, k, v, dout, dk, dv, -lse, -delta and, if programs draw kv blocks, dq_accum and what is captured
         shapes = [*(shape_of(x, (1, 1, n, config.box)) for x, n in operands), *[plain((rows,), (block_q,))] * 2]
         if config.stays:
@@ -266,7 +266,7 @@ class BackwardPlan:
             rows=rows,
             tiles=tiles,
             records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
-            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section),
+            order=TileSchedulerArgs.of(kv_blocks, b, h_k, divided, section, kv_blocks - late),
             divided=divided,
             direct=direct,
         )
@@ -297,9 +297,34 @@ def upper_half(d: int, columns: int) -> int:
     return columns // 2 if columns == 64 else min(columns // 2, max(16, next_power_of_2(d - columns // 2)))
 
 
-def shares_of(group: int, programs: int, least: float) -> int:
-    """Into how many shares a group is divided, so that there are at least so many programs, if it can be."""
-    return next((n for n in range(1, group) if group % n == 0 and programs * n >= least), group)
+def shares_of(
+    call: Call, config: BackwardConfig, programs: int, processors: int, steps: int, constant_beyond: bool
+) -> int:
+    """Into how many shares a group of heads is divided, whose heads have so many programs, each of so many steps a
+    head."""
+    if constant_beyond or (call.mask is not None and "h" in call.mask.indices):
+        return call.group  # what is in reach, and a list, is so for one head
+    if call.mask is None and not call.layout.ragged_keys:
+        return even_shares(call.group, programs, processors, steps)
+    least = processors * (1 if call.mask is None else config.balance)
+    return next((n for n in range(1, call.group) if call.group % n == 0 and programs * n >= least), call.group)
+
+
+def even_shares(group: int, programs: int, processors: int, steps: int) -> int:
+    """Into how many shares a group is divided, so that programs of equal length end their last round soonest, in steps:
+    of one head, of a program's start and end, and of adding up shares (notes/gluon_backward.md)."""
+
+    def time(n: int) -> float:
+        sums = 2 + programs * n / 50 if n > 1 else 0
+        return -(-programs * n // processors) * (steps * group // n + 3) + sums
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=time)
+
+
+def late_blocks(kv_blocks: int, rounds: float) -> int:
+    """How many kv blocks of each head come last, those of all heads together, under a causal mask: the shortest ones,
+    half of a round's work, to fill what longer ones leave of the last rounds. None of many rounds, which end evenly."""
+    return int(kv_blocks * min(0.5, math.sqrt(0.5 / rounds))) if rounds <= EVEN_ROUNDS else 0
 
 
 def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int, processors: int) -> int:

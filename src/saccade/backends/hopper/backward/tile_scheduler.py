@@ -43,10 +43,13 @@ class TileSchedulerArgs(NamedTuple):
     """of a batch row: every key head as often as its group is divided"""
     divided: Any
     """into how many shares a group is divided"""
+    early: Any
+    """kv blocks of one head that sections work on; the later ones come last, those of all heads together"""
 
     @staticmethod
-    def of(blocks: int, b: int, h_k: int, divided: int, section: int) -> TileSchedulerArgs:
-        return TileSchedulerArgs(*map(runtime_int, (blocks, b * h_k * divided, section, h_k * divided, divided)))
+    def of(blocks: int, b: int, h_k: int, divided: int, section: int, early: int) -> TileSchedulerArgs:
+        numbers = blocks, b * h_k * divided, section, h_k * divided, divided, early
+        return TileSchedulerArgs(*map(runtime_int, numbers))
 
 
 @gluon.jit
@@ -89,21 +92,26 @@ def close(counter, slots, drawn):
 @gluon.jit
 def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
     """The KVBlock of work item `item`. In a section of heads the first keys come first, as a causal mask gives them
-    most rows, or the last ones."""
+    most rows, or the last ones. Blocks from `early` on belong to no section."""
     shares = plain_int(scheduler.shares)
     if is_packed(kv_blocks.span_k):
         b, share, start = _locate_packed(kv_blocks, item, scheduler, LAST_FIRST)
         number = table_index(kv_blocks.span_k, item, shares, start, kv_blocks.BLOCK_K)
     else:
         blocks = plain_int(scheduler.blocks)
-        size = plain_int(scheduler.section)
-        section = item // (blocks * size)
-        rest = item - section * (blocks * size)
-        size = gl.minimum(size, plain_int(scheduler.heads) - section * size)
-        bh = section * plain_int(scheduler.section) + rest % size
+        heads = plain_int(scheduler.heads)
+        early = plain_int(scheduler.early)
+        late = item >= early * heads
+        rest = gl.where(late, item - early * heads, item)
+        largest = gl.where(late, heads, plain_int(scheduler.section))
+        items = gl.where(late, blocks - early, early) * largest
+        section = rest // items
+        rest -= section * items
+        size = gl.minimum(largest, heads - section * largest)
+        bh = section * largest + rest % size
         b = bh // shares
         share = bh % shares
-        i = rest // size
+        i = rest // size + gl.where(late, early, 0)
         if LAST_FIRST:
             i = blocks - 1 - i
         start = i * kv_blocks.BLOCK_K
