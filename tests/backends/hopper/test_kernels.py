@@ -37,7 +37,7 @@ from saccade.backends import hopper as gluon
 from saccade.backends.device import slot_lists
 from saccade.backends.hopper import captured_tile
 from saccade.backends.hopper.backward import plan
-from saccade.backends.hopper.forward import config
+from saccade.backends.hopper.forward import config, work_item
 from saccade.backends.hopper.latent import launch, limits
 from saccade.backends.hopper.latent.launch import empty_schedule
 from saccade.testing import check
@@ -84,6 +84,18 @@ def test_problems(problem: Case) -> None:
 @pytest.mark.parametrize("name", ["plain", "group3"])
 def test_seeds(name: str, seed: int) -> None:
     right(next(x for x in SMALL if x.name == name).replace(d=128), seed)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize(("d", "h_q"), [(64, 3), (128, 6), (256, 3)])
+def test_blocks_that_come_last(late: int, d: int, h_q: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is worked on once, by few programs that draw many, however many come last of all heads together."""
+    monkeypatch.setattr(work_item, "L2_BYTES", 1)
+    monkeypatch.setattr(work_item, "late_rows", lambda blocks, *_: min(late, blocks - 1))
+    monkeypatch.setattr(plan, "late_blocks", lambda blocks, _: min(late, blocks - 1))
+    with emulated(late, processors=3):
+        given = Case("", b=2, h_q=h_q, h_k=3, s_q=270, s_k=300, d=d, mask="causal", dtype="bf16").inputs("cpu")
+        check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
 
 
 @pytest.fixture

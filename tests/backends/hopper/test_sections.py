@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from saccade.backends.hopper.backward.plan import even_shares, late_blocks
-from saccade.backends.hopper.forward.work_item import L2_BYTES, SHORT_BLOCKS, section_size
+from saccade.backends.hopper.backward.plan import even_shares
+from saccade.backends.hopper.forward.work_item import L2_BYTES, SHORT_BLOCKS, late_blocks, late_rows, section_size
 
 PROCESSORS = 132
 
@@ -69,3 +69,24 @@ def test_shortest_blocks_come_last(blocks: int, heads: int, section: int, most: 
 )
 def test_shares_of_equal_programs(programs: int, group: int, steps: int, shares: int) -> None:
     assert even_shares(group, programs, PROCESSORS, steps) == shares
+
+
+@pytest.mark.parametrize(
+    ("blocks", "heads", "d", "late"),
+    [
+        (53, 32, 256, True),
+        (81, 8, 256, True),
+        (8, 128, 256, False),
+        (16, 128, 128, False),
+        (4, 512, 64, False),
+    ],
+)
+def test_first_rows_come_last(blocks: int, heads: int, d: int, late: bool) -> None:
+    """Where sections have few rounds, but not in short rows."""
+    section = section_size(heads, 1, blocks * 128 * 2 * d * 2, blocks, PROCESSORS)
+    found = late_rows(blocks, heads, section, PROCESSORS)
+    assert (found > 0) == late
+    items = causal_order(blocks, heads, section, found)
+    assert sorted(items) == sorted(causal_order(blocks, heads, heads, 0))
+    if late:
+        assert ends(items) < ends(causal_order(blocks, heads, section, 0))

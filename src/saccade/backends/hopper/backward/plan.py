@@ -24,6 +24,7 @@ from saccade.backends.hopper.backward.tile_scheduler import TileSchedulerArgs
 from saccade.backends.hopper.backward.wide import wide_backward_kernel
 from saccade.backends.hopper.captured_tile import BackwardCapture
 from saccade.backends.hopper.forward.config import SHARED_BYTES
+from saccade.backends.hopper.forward.work_item import late_blocks
 from saccade.backends.hopper.tma_launch import OPTIONS, TMALaunch, shape_of
 from saccade.call import Call
 from saccade.masks import Window
@@ -33,9 +34,6 @@ SECTION = 4
 """Heads whose kv blocks take turns."""
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
-
-EVEN_ROUNDS = 24
-"""Rounds of programs after which all multiprocessors end at nearly the same time, whatever the order of blocks."""
 
 COPIED = 256
 """Numbers of one dimension of a bulk copy, at most."""
@@ -319,12 +317,6 @@ def even_shares(group: int, programs: int, processors: int, steps: int) -> int:
         return -(-programs * n // processors) * (steps * group // n + 3) + sums
 
     return min((n for n in range(1, group + 1) if group % n == 0), key=time)
-
-
-def late_blocks(kv_blocks: int, rounds: float) -> int:
-    """How many kv blocks of each head come last, those of all heads together, under a causal mask: the shortest ones,
-    half of a round's work, to fill what longer ones leave of the last rounds. None of many rounds, which end evenly."""
-    return int(kv_blocks * min(0.5, math.sqrt(0.5 / rounds))) if rounds <= EVEN_ROUNDS else 0
 
 
 def section_size(call: Call, config: BackwardConfig, divided: int, kv_blocks: int, processors: int) -> int:

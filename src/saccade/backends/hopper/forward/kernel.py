@@ -491,10 +491,10 @@ class ForwardArgs:
     scale: Value
 
 
-@gluon.jit(do_not_specialize=["blocks", "heads", "section", "h_k", "group", "s_q", "s_k"])
+@gluon.jit(do_not_specialize=["blocks", "heads", "section", "early", "h_k", "group", "s_q", "s_k"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
-    score, captured, arrivals, dropout, descale, blocks, heads, section, h_k, group, s_q, s_k, scale, shape,
+    score, captured, arrivals, dropout, descale, blocks, heads, section, early, h_k, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the scheduler writes the results of work items that see no key; else None.
@@ -506,7 +506,7 @@ def forward_kernel(
     factors are `descale`, v_desc is what `transpose` makes of v. captured_desc: of a captured tensor of which the score
     function takes tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of 64 rows, or None. counter: two zeros, which are zeros
     again in the end. used_q and used_k: SequenceSpans, or None where all rows and keys are in use. captured: a
-    CapturedTileArgs or None. arrivals: an ArrivalArgs or None. blocks, heads, section: see TileScheduler.
+    CapturedTileArgs or None. arrivals: an ArrivalArgs or None. blocks, heads, section, early: see TileScheduler.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     D_CHUNK: gl.constexpr = shape.D_CHUNK
@@ -516,7 +516,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = shape.CONSUMERS
     SLOTS: gl.constexpr = shape.SLOTS
     STAGES: gl.constexpr = shape.STAGES
-    scheduler = TileScheduler(blocks, heads, section, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
+    scheduler = TileScheduler(blocks, heads, section, early, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
     parts = None
     if is_split(pages):
         parts = pages.parts

@@ -3,6 +3,8 @@
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
+import math
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -20,6 +22,12 @@ L2_BYTES = 36 << 20
 
 SHORT_BLOCKS = 8
 """Blocks of rows of a head that has few (notes/gluon.md)."""
+
+EVEN_ROUNDS = 24
+"""Rounds of programs after which all multiprocessors end at nearly the same time, whatever the order of blocks."""
+
+FEW_ROUNDS = 3
+"""Rounds in a section of the forward after which multiprocessors end at different times (notes/gluon.md)."""
 
 LATE = tl.constexpr(1)
 """Tiles of an item that follow the one that the producer loads when it asks for the next item (notes/gluon.md)."""
@@ -53,6 +61,8 @@ class TileScheduler:
     section: gl.tensor
     """packs whose blocks take turns; of packed sequences how many keys fit the L2 cache together, or, where keys come
     while the kernel runs, how many blocks of rows there are for a first item of all programs"""
+    early: gl.tensor
+    """blocks of rows of each head that sections work on; the first rows come last, those of all heads together"""
     h_k: gl.tensor
     packs: gl.tensor
     """of each key head"""
@@ -60,7 +70,7 @@ class TileScheduler:
     @gluon.jit
     def inverse(self):
         """The reciprocals of what `locate` divides by."""
-        return reciprocal(self.blocks * self.section), reciprocal(self.h_k * self.packs), reciprocal(self.packs)
+        return reciprocal(self.early * self.section), reciprocal(self.h_k * self.packs), reciprocal(self.packs)
 
     @gluon.jit
     def locate(self, inverse, item, ROWS: gl.constexpr, PACK: gl.constexpr):
@@ -68,10 +78,15 @@ class TileScheduler:
 
         Within a section of heads the last rows come first: under a causal mask they take longest.
         """
-        number, rest = divide(item, self.blocks * self.section, inverse[0])
-        size = gl.minimum(self.section, self.heads - number * self.section)
+        before = self.early * self.heads
+        late = item >= before
+        number, rest = divide(item, self.early * self.section, inverse[0])
+        number = gl.where(late, 0, number)
+        rest = gl.where(late, item - before, rest)
+        size = gl.where(late, self.heads, gl.minimum(self.section, self.heads - number * self.section))
         block = (rest.to(gl.uint32, bitcast=True) // size.to(gl.uint32, bitcast=True)).to(gl.int32, bitcast=True)
         b, head = divide(number * self.section + rest - block * size, self.h_k * self.packs, inverse[1])
+        block += gl.where(late, self.early, 0)
         h_k, pack = divide(head, self.packs, inverse[2])
         return b, h_k, pack * PACK, (self.blocks - 1 - block) * ROWS
 
@@ -116,6 +131,18 @@ def section_size(heads: int, packs: int, kv_bytes: int, blocks: int, processors:
         most = min(most, max(1, processors // 4 // packs))
     sections = -(-key_heads // most)
     return -(-key_heads // sections) * packs
+
+
+def late_blocks(blocks: int, rounds: float) -> int:
+    """How many blocks of each head come last, those of all heads together, under a causal mask: the shortest ones, half
+    of a round's work, to fill what longer ones leave of the last rounds. None of many rounds, which end evenly."""
+    return int(blocks * min(0.5, math.sqrt(0.5 / rounds))) if rounds <= EVEN_ROUNDS else 0
+
+
+def late_rows(blocks: int, heads: int, section: int, processors: int) -> int:
+    """The same in the forward, where sections of few rounds would end unevenly."""
+    few = section * blocks < FEW_ROUNDS * processors and blocks > SHORT_BLOCKS
+    return late_blocks(blocks, blocks * heads / processors) if few and section < heads else 0
 
 
 # Work items: the numbers by which the scheduler tells producer and consumers what to do, and how these read them.
