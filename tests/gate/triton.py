@@ -147,10 +147,10 @@ def compiled(name: str) -> tuple[Any, int]:
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
         "forward": (out, rows, top, None, descale.device_args(call)),
-        "dkdv": (v, k, v, rows, rows),
-        "dk": (v, k, None, rows, rows),
-        "dv": (v, None, v, rows, rows),
-        "dq": (v, q, rows, rows, None),
+        "dkdv": (v, k, v, rows),
+        "dk": (v, k, None, rows),
+        "dv": (v, None, v, rows),
+        "dq": (v, q, rows, None),
     }[row.kernel]
     tensors = (TensorArgs.of(x) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (q, k, v, *outputs))
     other = row.words[-1] in fit.SHARED
@@ -180,6 +180,6 @@ def _listed(kernel: str, call: Call) -> Any:
     if kernel == "listed":
         return warmed(*listed_launch.forward_launch(work, call.empty_out(), rows, None, by_rows))
     if kernel == "listed_dq":
-        return warmed(work.launch(listed_dq_kernel, q, out), (q, k, v, out, q, rows, rows, *by_rows))
+        return warmed(work.launch(listed_dq_kernel, q, out), (q, k, v, out, q, rows, *by_rows))
     inverted = Inverted(numbers, numbers, *map(runtime_int, (0, 8)))
-    return warmed(*listed_launch.keys_launch(work, (q, k, v, out, k, v, rows, rows), inverted, common))
+    return warmed(*listed_launch.keys_launch(work, (q, k, v, out, k, v, rows), inverted, common))

@@ -84,7 +84,7 @@ def tokens(kernel: str, d: int, d_v: int, dtype: torch.dtype) -> Any:
         order = torch.empty(16, dtype=torch.int32)
         return warmed(*token_lists.sums_launch(work, torch.empty(4096, d + d_v), memory[1], order, order))
     v = None if d > 256 else TensorArgs.of(k[..., :d_v])
-    rows = TensorArgs.of(q), TensorArgs.of(k), v, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers, numbers
+    rows = TensorArgs.of(q), TensorArgs.of(k), v, TensorArgs.of(q[..., :d_v]), TensorArgs.of(q), numbers
     made = [*work.made(rows, work.keys(tables, memory, 0), 64)]
     return warmed(*made[["token_weights", "token_dq", "token_parts"].index(kernel)])
 

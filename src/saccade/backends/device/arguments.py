@@ -30,15 +30,17 @@ class TileShape(NamedTuple):
     """of products of float32: see `tl.dot`"""
     REST: Any = tl.constexpr(0)
     """columns of q and k after the first BLOCK_D that are a tile of their own: a power of two, or 0"""
+    WARPS: Any = tl.constexpr(4)
+    """of a program; `load_terms` alone depends on it"""
 
     @staticmethod
-    def of(call: Call, block_q: int, block_k: int, columns: int = 0) -> TileShape:
+    def of(call: Call, block_q: int, block_k: int, columns: int = 0, warps: int = 4) -> TileShape:
         """columns: of v that a program sums, or 0: all."""
         d, d_v = call.q.shape[3], call.v.shape[3]
         of_k, of_v = block_d(d), min(columns or block_d(d_v), block_d(d_v))
         alike = min(max(of_k, of_v), SWIZZLED // call.k.element_size())
         sizes = call.group, d, d_v, block_q, block_k, max(of_k, alike), max(of_v, alike), precision()
-        return TileShape(*map(tl.constexpr, sizes))
+        return TileShape(*map(tl.constexpr, sizes), WARPS=tl.constexpr(warps))
 
 
 SWIZZLED = 128

@@ -6,7 +6,7 @@ kernel, which computes the gradients whose tensors it is given.
 Nothing is added across programs, so the gradients are the same bits in every run.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class HeadGradients:
     """TensorArgs"""
     first_q: Any
     first_dout: Any
-    shift: Any
-    delta: Any
+    terms: Any
     """pointers to the first row, of dout from the first column on"""
     column: Any
     """the first of the columns of dout that this program reads: see `value_column`"""
@@ -63,10 +62,11 @@ class HeadGradients:
 
 @triton.jit(do_not_specialize=["h_q", "s_q"])
 def delta_kernel(
-    dout, out, dlse, lse, delta, shift, used_q, h_q, s_q, unit,
+    dout, out, dlse, lse, terms, used_q, h_q, s_q, unit,
     D_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout out) - dlse, and shift = lse unit, +inf where a row has no keys: exp(x - inf) = 0."""
+    """terms (b, h_q, s_q, 2): shift = lse unit, +inf where a row has no keys: exp(x - inf) = 0; and delta =
+    rowsum(dout out) - dlse."""
     blocks = tl.cdiv(s_q, BLOCK_Q)
     start = tl.program_id(0) % blocks * BLOCK_Q
     bh = tl.program_id(0) // blocks
@@ -85,8 +85,30 @@ def delta_kernel(
     none = (row_lse == float("-inf")) | ((row_lse != row_lse) & (row == row))
     if dlse is not None:
         row -= tl.load(dlse + offset, mask=q_idx < rows, other=0.0)
-    tl.store(delta + offset, row, mask=q_idx < s_q)
-    tl.store(shift + offset, tl.where(none, float("inf"), row_lse * unit), mask=q_idx < s_q)
+    pair = tl.join(tl.where(none, float("inf"), row_lse * unit), row)
+    tl.store(terms + offset[:, None] * 2 + tl.arange(0, 2)[None, :], pair, mask=(q_idx < s_q)[:, None])
+
+
+@triton.constexpr_function
+def doublings(rows: Any, warps: Any) -> Any:
+    """How often `load_terms` doubles the two numbers of each row until every thread has one."""
+    return max((32 * warps // rows).bit_length() - 2, 0)
+
+
+@triton.jit
+def load_terms(terms, row, there, shape):
+    """shift and delta of `delta_kernel` for rows [block_q], zeros for those that are not `there`; None: all are.
+
+    Of fewer numbers than it has threads Triton makes loads of every thread for all that it uses, four bytes each
+    (notes/triton.md). So both come in one load, which repeats them."""
+    more: tl.constexpr = doublings(row.shape[0], shape.WARPS)
+    # [block_q, 2 << more]
+    pointer = terms + row[:, None] * 2 + (tl.arange(0, 2 << more) >> more)[None, :]
+    both = tl.load(pointer) if there is None else tl.load(pointer, mask=there[:, None], other=0.0)
+    both = tl.reshape(both, [row.shape[0], 2] + [2] * more)
+    for _ in tl.static_range(more):
+        both, _ = tl.split(both)
+    return tl.split(both)
 
 
 @triton.jit
@@ -121,12 +143,7 @@ def dkdv_step(
     )
     # [block_q]
     q_idx = start + tl.arange(0, shape.BLOCK_Q)
-    if MASKED:
-        row_lse = tl.load(rows.shift + q_idx, mask=q_idx < args.rows, other=float("inf"))
-        row_delta = tl.load(rows.delta + q_idx, mask=q_idx < args.rows, other=0.0)
-    else:
-        row_lse = tl.load(rows.shift + q_idx)
-        row_delta = tl.load(rows.delta + q_idx)
+    row_lse, row_delta = load_terms(rows.terms, q_idx, q_idx < args.rows if MASKED else None, shape)
     tiles = q_tile, dout_tile, row_lse, row_delta
     return dkdv_of_rows(dk, dv, tiles, k_tile, v_tile, q_idx, kv_idx, args, shape, MASKED, ALIGNED, bias)
 
@@ -172,7 +189,7 @@ def store_dv(dv, base, start, there, live, value, dropout, shape, column):
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
+def dkdv_kernel(q, k, v, dout, dk, dv, terms, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
     """dk = scale ds^T q and dv = p^T dout for one kv block of one key head, over all query heads of its group; of dk or
     dv None, only the other."""
     # The first keys of a causal mask have the most rows.
@@ -205,7 +222,7 @@ def dkdv_kernel(q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score
         row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
         q_head = head(q, batch, h, first_q)
         dout_head = head(dout, batch, h, first_q) + column
-        gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row, column)
+        gradients = HeadGradients(q, dout, q_head, dout_head, terms + row * 2, column)
         args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
         if mask.block_sparse:  # the block lists of heads may differ
             number = block_number(used_k, h_q // shape.GROUP, start_k, shape.BLOCK_K)
@@ -266,7 +283,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def dq_kernel(
-    q, k, v, dout, dq, shift, delta, bias_sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
+    q, k, v, dout, dq, terms, bias_sums, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
 ):  # fmt: skip
     """dq = scale ds k for one q block of one head; and bias_sums (b, h_q, q blocks, 2, BLOCK_Q): each row's sums of ds
     in tiles behind and before which the tables of the score do not reach, or None."""
@@ -275,8 +292,7 @@ def dq_kernel(
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
-    row_lse = tl.load(shift + block.offset, mask=block.live, other=float("inf"))
-    row_delta = tl.load(delta + block.offset, mask=block.live, other=0.0)
+    row_lse, row_delta = load_terms(terms, block.offset, block.live, shape)
     kv = kv_head(k, v, block, shape)
     biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
@@ -336,9 +352,7 @@ def kept(live, sums, before):
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def ranges_dkdv_kernel(
-    q, k, v, dout, dk, dv, shift, delta, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape
-):
+def ranges_dkdv_kernel(q, k, v, dout, dk, dv, terms, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape):
     """dk = scale ds^T q and dv = p^T dout for BLOCK_K rows of one key head, over all sequences and query heads that
     read them; of dk or dv None, only the other."""
     blocks = tl.cdiv(s_k, shape.BLOCK_K)
@@ -381,7 +395,7 @@ def ranges_dkdv_kernel(
                 row = (batch.to(tl.int64) * h_q + h) * s_q + first_q
                 q_head = head(q, batch, h, first_q)
                 dout_head = head(dout, batch, h, first_q) + column
-                gradients = HeadGradients(q, dout, q_head, dout_head, shift + row, delta + row, column)
+                gradients = HeadGradients(q, dout, q_head, dout_head, terms + row * 2, column)
                 args = ScoreArgs(b, h, rows, keys, off, scale, mask, score, dropout)
                 for step in range(0, edge_length(tiles), shape.BLOCK_Q):
                     start = edge_start(mask, tiles, step, shape.BLOCK_Q)

@@ -61,33 +61,33 @@ def backward(
     if call.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
     with on_device(q):
-        dout, shift, delta = row_sums(call, launches, saved)
+        dout, terms = row_sums(call, launches, saved)
         operands = (*(operand(call, launches, name) for name in ("q", "k", "v")), dout)
         sums = TensorArgs.of(dk), TensorArgs.of(dv)
         if max(q.shape[3], v.shape[3]) > WIDE:
-            _launch("dk", call, launches, (*operands, sums[0], None, shift, delta), tiles)
-            _launch("dv", call, launches, (*operands, None, sums[1], shift, delta), tiles)
+            _launch("dk", call, launches, (*operands, sums[0], None, terms), tiles)
+            _launch("dv", call, launches, (*operands, None, sums[1], terms), tiles)
         else:
-            _launch("dkdv", call, launches, (*operands, *sums, shift, delta), tiles)
+            _launch("dkdv", call, launches, (*operands, *sums, terms), tiles)
         own = None if biases is None else biases.sums
-        _launch("dq", call, launches, (*operands, TensorArgs.of(dq), shift, delta, own), tiles)
-    return dq, dk, dv, sink_gradient(call, launches, saved, delta)
+        _launch("dq", call, launches, (*operands, TensorArgs.of(dq), terms, own), tiles)
+    return dq, dk, dv, sink_gradient(call, launches, saved, terms[..., 1])
 
 
-def row_sums(call: Call, launches: Launches, saved: Saved) -> tuple[TensorArgs, Tensor, Tensor]:
-    """dout, and shift and delta of `delta_kernel`, (b, h_q, s_q) float32."""
+def row_sums(call: Call, launches: Launches, saved: Saved) -> tuple[TensorArgs, Tensor]:
+    """dout, and the terms of `delta_kernel`, (b, h_q, s_q, 2) float32."""
     q, v = call.q, call.v
     dlse = None if saved.dlse is None else saved.dlse.contiguous()
-    delta, shift = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    terms = torch.empty(*q.shape[:3], 2, dtype=torch.float32, device=q.device)
     dout, out = aligned_rows(launches, saved.dout), aligned_rows(launches, saved.out)
     # Packed rows stand alone here.
     used = None if call.layout.ragged_keys else positions.spans(call)[0]
-    rows = dlse, saved.lse.contiguous(), delta, shift, used, q.shape[1], q.shape[2], scores.unit(call.score)
+    rows = dlse, saved.lse.contiguous(), terms, used, q.shape[1], q.shape[2], scores.unit(call.score)
     block_q = DELTA_ROWS if v.shape[3] <= WIDE else DELTA_ROWS // 2
     grid = q.shape[:2].numel() * -(-q.shape[2] // block_q), 1, 1
     sizes, key = (v.shape[3], block_q, block_d(v.shape[3])), ("delta", *specialised((dout, out), rows[:2]))
     cached_launch(launches, key, lambda: Launch(delta_kernel, grid, sizes))(q.device.index, (dout, out, *rows))
-    return dout, shift, delta
+    return dout, terms
 
 
 DELTA_ROWS = 32
@@ -136,7 +136,7 @@ def _tile_arguments(name: str, call: Call, launches: Launches, tile: TileConfig)
 
 def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> Launch:
     blocks, by_keys = (tile.block_q, tile.block_k), name in BY_KEYS
-    grid, shape = tile_grid(call, *blocks, by_keys), TileShape.of(call, *blocks, tile.columns)
+    grid, shape = tile_grid(call, *blocks, by_keys), TileShape.of(call, *blocks, tile.columns, tile.warps)
     if by_keys and call.layout.starts_k is not None:
         grid = call.k.shape[1] * -(-call.k.shape[2] // tile.block_k), 1, 1
     if tile.columns:

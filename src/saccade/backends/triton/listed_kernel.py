@@ -19,7 +19,7 @@ from saccade.backends.device.positions import blocks_before, extent, is_packed, 
 from saccade.backends.device.q_block import ScoreArgs, online_softmax, weight_gradient
 from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import add_sink, head, load_tile, log_sum, logits, store_largest
-from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, store_dk, store_dv
+from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, load_terms, store_dk, store_dv
 
 LAST = tl.constexpr((1 << 31) - 1)
 """What sorts after all entries."""
@@ -222,7 +222,7 @@ def listed_kernel(
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def listed_dq_kernel(
-    q, k, v, dout, dq, shift, delta, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
+    q, k, v, dout, dq, terms, lists, unions, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
     tile,
 ):  # fmt: skip
     """dq = scale ds k of the same rows."""
@@ -232,8 +232,7 @@ def listed_dq_kernel(
     # [block_q, d], [block_q, d_v]
     q_tile = head_rows(q, batch, block.h, row, live, shape.D, shape.BLOCK_D)
     dout_tile = head_rows(dout, batch, block.h, row, live, shape.D_V, shape.BLOCK_DV)
-    row_lse = tl.load(shift + block.offset, mask=live, other=float("inf"))[:, None]
-    row_delta = tl.load(delta + block.offset, mask=live, other=0.0)[:, None]
+    row_lse, row_delta = load_terms(terms, block.offset, live, shape)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     q_idx = block.q_idx[:, None]
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
@@ -243,7 +242,7 @@ def listed_dq_kernel(
         v_tile = head_rows(v, batch, block.h_k, key, named, shape.D_V, shape.BLOCK_DV)
         qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=shape.PRECISION)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
-        _, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], False)
+        _, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx[None, :], False)
         ds = tl.where(seen, apply_slope(ds, qk, args, q_idx, kv_idx[None, :]), 0.0)
         dq_sum = tl.dot(ds.to(k_tile.dtype), k_tile, dq_sum, input_precision=shape.PRECISION)
     store_rows(dq, block, dq_sum * scale, shape.D, shape.BLOCK_D)
@@ -268,7 +267,7 @@ def rows_of_lists(lists, inverted, first, last, start, first_q, rows, shape, SHA
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def listed_dkdv_kernel(
-    q, k, v, dout, dk, dv, shift, delta, lists, inverted, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
+    q, k, v, dout, dk, dv, terms, lists, inverted, used_q, used_k, mask, score, h_q, s_q, s_k, scale, shape,
     SHARE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk = scale ds^T q and dv = p^T dout of BLOCK_K keys of a block of KEYS, of one key head, over the rows that list
@@ -313,8 +312,9 @@ def listed_dkdv_kernel(
             q_tile = head_rows(q, batch, h, row, seeing, shape.D, shape.BLOCK_D)
             dout_tile = head_rows(dout, batch, h, row, seeing, shape.D_V, shape.BLOCK_DV)
             offset = (batch.to(tl.int64) * h_q + h) * s_q + row
-            row_lse = tl.load(shift + offset, mask=seeing, other=float("inf"))
-            row_delta = tl.load(delta + offset, mask=seeing, other=0.0)
+            # Each by itself: ptxas 13.4 serialises products behind one load of both (C7515).
+            row_lse = tl.load(terms + offset * 2, mask=seeing, other=float("inf"))
+            row_delta = tl.load(terms + offset * 2 + 1, mask=seeing, other=0.0)
             tiles = q_tile, dout_tile, row_lse, row_delta
             dk_sum, dv_sum = dkdv_of_rows(dk_sum, dv_sum, tiles, k_tile, v_tile, q_idx, kv_idx, args, shape, True)
     there = tl.minimum(there, stop)

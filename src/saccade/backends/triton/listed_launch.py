@@ -142,17 +142,17 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
     """dq, dk, dv and dsink."""
     dq, dk, dv = (empty_like_rows(x, x.shape[3]) for x in (call.q, call.k, call.v))
     with on_device(dq):
-        work, (dout, shift, delta) = Work.of(call, launches), row_sums(call, launches, saved)
+        work, (dout, terms) = Work.of(call, launches), row_sums(call, launches, saved)
         operands = (*(operand(call, launches, name) for name in ("q", "k", "v")), dout)
         target = TensorArgs.of(dq)
         launch = work.launch(listed_dq_kernel, target, dout)
-        launch(dq.device.index, (*operands, target, shift, delta, *work.by_rows()))
+        launch(dq.device.index, (*operands, target, terms, *work.by_rows()))
         ragged, keys = call.layout.ragged_keys, work.mask.keys
         common = work.common(positions.table(call, launches, 1, keys) if ragged else None)
-        given = *operands, TensorArgs.of(dk), TensorArgs.of(dv), shift, delta
+        given = *operands, TensorArgs.of(dk), TensorArgs.of(dv), terms
         launch, arguments = keys_launch(work, given, inverted(work), common)
         launch(dq.device.index, arguments)
-    return dq, dk, dv, sink_gradient(call, launches, saved, delta)
+    return dq, dk, dv, sink_gradient(call, launches, saved, terms[..., 1])
 
 
 def keys_launch(work: Work, given: tuple[Any, ...], lists: Inverted, common: tuple[Any, ...]) -> GivenLaunch:

@@ -92,7 +92,7 @@ class TokenWork:
         return RowKeys(table, used, *numbers)
 
     def made(self, given: tuple[Any, ...], keys: RowKeys, rows: int) -> Iterator[tuple[Launch, tuple[Any, ...]]]:
-        """The launches that write dq and parts of some rows. given: q, k, v or None, dout, dq, shift and delta."""
+        """The launches that write dq and parts of some rows. given: q, k, v or None, dout, dq and terms."""
         call, (q, k, v, dout, dq, *of_rows) = self.call, given
         records, (_, h_q, s_q, d) = (*positions.spans(call), scores.device_args(call)), call.q.shape
         form = *((x.unit.value, x.wide.value) for x in (dout, dq)), precision(), rows
@@ -134,10 +134,10 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
     if call.scoreless:
         return dq.zero_(), dk.zero_(), dv.zero_(), sink_gradient(call, launches, saved)
     with on_device(q):
-        (dout, shift, delta), tables = row_sums(call, launches, saved), keys_of_rows(call, launches)
+        (dout, terms), tables = row_sums(call, launches, saved), keys_of_rows(call, launches)
         work = TokenWork.of(call, launches, tables[0].shape[1], tables[0].shape[3])
         v_args = None if paged.reads_once(call) else operand(call, launches, "v")
-        given = *(operand(call, launches, name) for name in ("q", "k")), v_args, dout, TensorArgs.of(dq), shift, delta
+        given = *(operand(call, launches, name) for name in ("q", "k")), v_args, dout, TensorArgs.of(dq), terms
         sums = torch.zeros(*k.shape[:3], work.columns, dtype=torch.float32, device=q.device)
         memory, all_rows = work.empty(), q.shape[0] * q.shape[2]
         for first in range(0, all_rows, work.rows):
@@ -149,7 +149,7 @@ def backward(call: Call, launches: Launches, saved: Saved) -> tuple[Tensor, Tens
             launch(q.device.index, arguments)
         dk.copy_(sums[..., : q.shape[3]])
         dv.copy_(sums[..., q.shape[3] :])
-    return dq, dk, dv, sink_gradient(call, launches, saved, delta)
+    return dq, dk, dv, sink_gradient(call, launches, saved, terms[..., 1])
 
 
 def inverted(

@@ -19,7 +19,7 @@ from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, weight_gradient
 from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import head
-from saccade.backends.triton.backward_kernels import apply_slope
+from saccade.backends.triton.backward_kernels import apply_slope, load_terms
 
 
 class RowKeys(NamedTuple):
@@ -116,15 +116,14 @@ def heads_of_row(keys, h_q, s_q, shape, heads):
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
-def token_weights_kernel(q, k, v, dout, shift, delta, keys, used_q, used_k, score, h_q, s_q, s_k, scale, shape, heads):
+def token_weights_kernel(q, k, v, dout, terms, keys, used_q, used_k, score, h_q, s_q, s_k, scale, shape, heads):
     """`keys.weights` of BLOCK_Q heads of a row. v: None where it is the first columns of k."""
     own = heads_of_row(keys, h_q, s_q, shape, heads)
     b, q_idx, h, there = own.b, own.q_idx, own.h, own.there
     _, _, _, rows = extent(used_q, b, s_q)
     _, _, _, used = extent(used_k, b, s_k)
     offset = (b.to(tl.int64) * h_q + h) * s_q + q_idx
-    row_lse = tl.load(shift + offset, mask=there, other=float("inf"))[:, None]
-    row_delta = tl.load(delta + offset, mask=there, other=0.0)[:, None]
+    row_lse, row_delta = load_terms(terms, offset, there, shape)
     # [block_q, d], [block_q, rest], [block_q, d_v]
     q_at = head(q, b, h, q_idx)
     q_tile = columns_of(q_at, there, 0, shape.D, shape.BLOCK_D)
@@ -147,7 +146,7 @@ def token_weights_kernel(q, k, v, dout, shift, delta, keys, used_q, used_k, scor
         else:
             v_tile = columns_of(head(v, b, own.h_k, kv_idx), named, 0, shape.D_V, shape.BLOCK_DV)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=shape.PRECISION)
-        p, ds = weight_gradient(qk, dp, row_lse, row_delta, args, q_idx, kv_idx[None, :], False)
+        p, ds = weight_gradient(qk, dp, row_lse[:, None], row_delta[:, None], args, q_idx, kv_idx[None, :], False)
         ds = apply_slope(ds, qk, args, q_idx, kv_idx[None, :])
         p, ds = tl.where(named[None, :], p, 0.0), tl.where(named[None, :], ds, 0.0)
         tl.store(own.weights + i[None, :], p.to(k_tile.dtype), mask=there[:, None])
