@@ -22,6 +22,7 @@ from saccade.backends.hopper.backward import epilogue as epilogue_of_dq
 from saccade.backends.hopper.backward import load as backward_load
 from saccade.backends.hopper.backward import pipeline as backward_pipeline
 from saccade.backends.hopper.backward import wide as backward_wide
+from saccade.backends.hopper.backward.kv_block import KVBlock
 from saccade.backends.hopper.backward.pipeline import DSExchange, Outbox
 from saccade.backends.hopper.forward import epilogue, kernel, load, schedule, work_item
 from saccade.backends.hopper.forward.schedule import tiles_of_rows
@@ -194,6 +195,22 @@ def tiles_of_the_first_row(mask, b, row, rows, keys, ROWS: gl.constexpr, BLOCK_K
     return tiles_of_rows(mask, b, row, gl.minimum(rows, row + 1), keys, ROWS, BLOCK_K)
 
 
+own_edges = KVBlock.own_edges
+
+
+@gluon.jit
+def one_more_unseen(self, kv_blocks, c: gl.constexpr):
+    unseen, edges = own_edges(self, kv_blocks, c)
+    unseen = gl.minimum(unseen + 1, self.end - self.first)
+    return unseen, gl.maximum(edges, unseen)
+
+
+@gluon.jit
+def one_edge_less(self, kv_blocks, c: gl.constexpr):
+    unseen, edges = own_edges(self, kv_blocks, c)
+    return unseen, gl.maximum(edges - 1, unseen)
+
+
 FORWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for a copy": ([(Ring, "wait", no_wait)], Race),
     "a phase off by one": ([(Ring, "wait", other_phase)], EmulatorError),
@@ -209,6 +226,10 @@ BACKWARD: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for dq to leave": ([(Outbox, "claim", no_outbox_claim)], EmulatorError),
     "no fence before dq leaves": ([(backward_pipeline, "fence_async_shared", no_fence)], Race),
     "no wait for the other's ds": ([(DSExchange, "take", no_take)], EmulatorError),
+}
+EDGES: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
+    "rows that are passed over, but see keys": ([(KVBlock, "own_edges", one_more_unseen)], AssertionError),
+    "a step without the mask that it needs": ([(KVBlock, "own_edges", one_edge_less)], AssertionError),
 }
 ONE_BLOCK: dict[str, tuple[list[tuple[Any, str, Any]], type[Exception]]] = {
     "no wait for dq to leave": ([(Outbox, "claim", no_outbox_claim)], EmulatorError),
@@ -257,6 +278,8 @@ KERNELS = {
     "records": RECORDS,
     "forward": FORWARD,
     "backward": BACKWARD,
+    "edges": EDGES,
+    "edges of 64 rows": EDGES,
     "one_block": ONE_BLOCK,
     "tall": TALL,
     "wide": WIDE,
@@ -272,6 +295,10 @@ def rejected(seed: int, kernel: str) -> Exception | None:
     torch.manual_seed(0)
     more: dict[str, Any] = {}
     q, k, v = torch.randn(3, 1, 2, 496, 64, dtype=torch.bfloat16).unbind()
+    if kernel.startswith("edges"):
+        d = 64 if kernel == "edges" else 128
+        q, k, v, more = *torch.randn(3, 1, 2, 384, d, dtype=torch.bfloat16).unbind(), {"mask": causal()}
+        k, v = k[:, :1], v[:, :1]
     if kernel == "one_block":
         k, v = k[:, :, :77], v[:, :, :77]
     if kernel == "tall":  # 128 keys of head dims above 128
@@ -299,7 +326,7 @@ def rejected(seed: int, kernel: str) -> Exception | None:
         more["function"] = lambda q, k, v, **keywords: attention(q, cache, cache, **keywords)
     try:
         with emulated(seed, processors=1):
-            backward = kernel in ("backward", "one_block", "tall", "learned")
+            backward = kernel in ("backward", "edges", "edges of 64 rows", "one_block", "tall", "learned")
             check(q, k, v, backend="gluon", backward=backward, **more).assert_ok()
     except (EmulatorError, AssertionError) as error:
         return error

@@ -98,6 +98,25 @@ def test_blocks_that_come_last(late: int, d: int, h_q: int, monkeypatch: pytest.
         check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("mask", "h_q", "s_q", "s_k"),
+    [
+        (causal(), 6, 300, 492), (causal(), 2, 330, 200), (causal(), 2, 320, 384), (window(64, 0), 4, 500, 300),
+        (window(130, 3), 2, 300, 400), (window(None, 5), 2, 70, 320), (None, 4, 192, 192),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_steps_at_the_edges(mask: Any, h_q: int, s_q: int, s_k: int, d: int) -> None:
+    """Rows that see none of a consumer's keys, or all of them, where others of the kv block have the mask; the last of
+    keys that are no multiple of 128 belong to one consumer alone, or to both."""
+    torch.manual_seed(0)
+    q = torch.randn(1, h_q, s_q, d, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, s_k, d, dtype=torch.bfloat16).unbind()
+    with emulated(h_q, processors=1):
+        check(q, k, v, mask=mask, backend="gluon").assert_ok()
+
+
 @pytest.fixture
 def no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that would add dq up fails."""

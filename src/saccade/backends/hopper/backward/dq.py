@@ -65,7 +65,7 @@ def release_fenced(semaphore, piece):
 def rank_kernel(ranks, mask, span_q, span_k, blocks, q_blocks, s_q, s_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """Counts, for one kv block and every q block that it may add to, the later kv blocks that do."""
     ROWS: gl.constexpr = 256
-    kv_blocks = KVBlocks(mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, None)
+    kv_blocks = KVBlocks(mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, None, False)
     if is_packed(span_k):
         b, _, _, start = tile_of(span_k, 1, s_k, BLOCK_K, False)
         _, _, end, _ = extent(span_k, b, s_k)

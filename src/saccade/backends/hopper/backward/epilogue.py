@@ -175,7 +175,7 @@ def clear_kernel(
     stride_s = stride_s // UNIT * UNIT
     b = gl.program_id(0) // (blocks * heads)
     h = gl.program_id(0) // blocks % heads
-    kv_blocks = KVBlocks(mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, None)
+    kv_blocks = KVBlocks(mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K, None, False)
     block = kv_blocks.at(b, h, h, gl.program_id(0) % blocks * BLOCK_K, None)
     head = gradient + b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h
     layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [2, 16], [gl.num_warps(), 1], [1, 0])

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from saccade.backends.device.dropout import opened
 from saccade.backends.hopper.backward.epilogue import reduce_dq, store_keys
-from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, all_steps
+from saccade.backends.hopper.backward.kv_block import KVBlock, KVBlocks, all_steps, next_step
 from saccade.backends.hopper.backward.load import load_items
 from saccade.backends.hopper.backward.pipeline import (
     CONSUMER_REGISTERS,
@@ -99,6 +100,15 @@ def own_rows(c: gl.constexpr, tiles, slot):
     return tiles.index(slot).reshape([tiles.shape[3], tiles.shape[4]]).slice(c * 64, 64, 0)
 
 
+@gluon.jit
+def rows_from(x, ROW: gl.constexpr, DIM: gl.constexpr = 0):
+    """A tile without its rows before ROW; DIM: its dimension of rows."""
+    if ROW == 0:
+        return x
+    else:
+        return x.slice(ROW, x.shape[DIM] - ROW, DIM)
+
+
 @aggregate
 class Consumer:
     """Consumer c at work on a kv block, in `slot`: steps [first, end), which count on from block to block."""
@@ -157,9 +167,12 @@ class Consumer:
             return (tile.load(product_layout(BLOCK_Q)),)
 
     @gluon.jit
-    def step(self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr):
+    def step(
+        self, state, n, h, q_block, following, MASKED: gl.constexpr, BEYOND: gl.constexpr, ROW: gl.constexpr = 0
+    ):  # fmt: skip
         """One more q block: its dk and dv, and dq of the step before. The state is the StepSums, and the next step's
-        -lse and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables."""
+        -lse and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables.
+        Rows before ROW see none of the keys."""
         sums, neg_lse, bounds = state
         dk = sums.dk
         dv = sums.dv
@@ -168,7 +181,8 @@ class Consumer:
         FOLD: gl.constexpr = self.args.FOLD
         DTYPE: gl.constexpr = shared.k_tiles.dtype
         BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
-        columns: gl.constexpr = gl.SliceLayout(0, product_layout(BLOCK_Q))
+        ROWS: gl.constexpr = BLOCK_Q - ROW
+        columns: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
         own = bounds
         if MASKED and not FOLD:  # they come while s is computed
             own = bounds_of_rows(self.args.kv_blocks, self.block, q_block, columns)
@@ -176,18 +190,21 @@ class Consumer:
         if BEYOND:
             row, start = q_block * BLOCK_Q, self.block.start
             bias = (self.args.score.bias(self.args.score.data, self.block.b, h, row, start),)
-        tile = ScoreTile(self.args, self.dropout, self.block, h, q_block * BLOCK_Q, self.kv_idx, own, MASKED, bias)
-        zero = gl.zeros([64, BLOCK_Q], gl.float32, product_layout(BLOCK_Q))
+        first = q_block * BLOCK_Q + ROW
+        tile = ScoreTile(self.args, self.dropout, self.block, h, first, self.kv_idx, own, MASKED, bias)
+        zero = gl.zeros([64, ROWS], gl.float32, product_layout(ROWS))
         stage = n % 2
         # [64, BLOCK_D]
         k = parts_of(own_rows(c, shared.k_tiles, self.slot), shared.D_LAST) if len(self.keys) == 0 else self.keys
         # [64, BLOCK_DV]
         v = parts_of(own_rows(c, shared.v_tiles, self.v_slot), shared.DV_LAST)
-        # [BLOCK_Q, BLOCK_D]
-        q = parts_of(shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]]), shared.D_LAST)
-        # [BLOCK_Q, BLOCK_DV]
-        dout = parts_of(shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]]), shared.DV_LAST)
-        # s and p: [64, BLOCK_Q]
+        # [ROWS, BLOCK_D]
+        q = shared.q_ring.tiles.index(stage).reshape([BLOCK_Q, shared.k_tiles.shape[4]])
+        q = parts_of(rows_from(q, ROW), shared.D_LAST)
+        # [ROWS, BLOCK_DV]
+        dout = shared.dout_ring.tiles.index(stage).reshape([BLOCK_Q, shared.v_tiles.shape[4]])
+        dout = parts_of(rows_from(dout, ROW), shared.DV_LAST)
+        # s and p: [64, ROWS]
         if FOLD:
             s = issue_product(k, q, tile.start(neg_lse, zero), True)
         else:
@@ -197,7 +214,7 @@ class Consumer:
         dq = self.issue_dq(n - 1)
         s = warpgroup_mma_wait(1, [s])
         captured = self.captured(stage)
-        p, weights = tile.drop(tile.weights(s, shared.neg_lse.index(stage), captured))
+        p, weights = tile.drop(tile.weights(s, rows_from(shared.neg_lse.index(stage), ROW), captured))
         p_operand = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, dv[0].type.layout, 2))
         p = tile.apply_slope(p, s, captured)
         dq = warpgroup_mma_wait(0, [dq])
@@ -207,27 +224,29 @@ class Consumer:
         if shared.outbox.FOLLOWS:  # where warps wait for one another anyway, and not for ds
             thread_barrier()
         shared.dout_ring.wait(n)
-        # dp and ds: [64, BLOCK_Q]
+        # dp and ds: [64, ROWS]
         if FOLD:
-            dp = spread(shared.neg_delta.index(stage).load(columns), zero)
+            dp = spread(rows_from(shared.neg_delta.index(stage), ROW).load(columns), zero)
             dp = issue_product(v, dout, dp, True)
         else:
             dp = issue_product(v, dout, zero, False)
         dv = issue_sums(p_operand, dout, dv)
         dp = warpgroup_mma_wait(len(dv), [dp])
         if self.dropout is not None:
-            delta = gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+            delta = gl.expand_dims(rows_from(shared.neg_delta.index(stage), ROW).load(columns), 0)
             ds = score_gradient(p, dp, delta, self.dropout.factor)
             biases = self.add_biases(sums.biases, ds, h, q_block)
             ds = ds.to(DTYPE)
         else:
             if not FOLD:
-                dp += gl.expand_dims(shared.neg_delta.index(stage).load(columns), 0)
+                dp += gl.expand_dims(rows_from(shared.neg_delta.index(stage), ROW).load(columns), 0)
             ds = p * dp
             biases = self.add_biases(sums.biases, ds, h, q_block)
             ds = ds.to(DTYPE)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
-        shared.ds.tile(c, n).store(ds)
+        if ROW > 0:
+            shared.ds.tile(c, n).slice(0, ROW, 1).store(gl.zeros([64, ROW], DTYPE, product_layout(ROW)))
+        rows_from(shared.ds.tile(c, n), ROW, 1).store(ds)
         fence_async_shared()
         shared.ds.give(c, n)
         shared.outbox.follow(c, n > self.first)
@@ -241,6 +260,53 @@ class Consumer:
         dk = wait_for_sums(0, dk)
         shared.q_ring.release(n)
         return StepSums(dk, dv, biases), neg_lse, bounds
+
+    @gluon.jit
+    def skip(self, state, n):
+        """A step whose rows see none of the keys: zeros for ds, and dq of the step before."""
+        sums, neg_lse, bounds = state
+        c: gl.constexpr = self.c
+        shared = self.shared
+        BLOCK_Q: gl.constexpr = self.args.kv_blocks.BLOCK_Q
+        shared.ds.take(c, n - 1)
+        if n > self.first:
+            dq = warpgroup_mma_wait(0, [self.issue_dq(n - 1)])
+            shared.outbox.claim(c, n - 1)
+            shared.outbox.send(c, dq, self.args.scale)
+        shared.ds.tile(c, n).store(gl.zeros([64, BLOCK_Q], shared.k_tiles.dtype, product_layout(BLOCK_Q)))
+        fence_async_shared()
+        shared.ds.give(c, n)
+        shared.outbox.follow(c, n > self.first)
+        shared.dout_ring.skip(n)
+        neg_lse = shared.neg_lse.index(shared.q_ring.wait(n + 1, n + 1 < self.end)).load(neg_lse.type.layout)
+        shared.q_ring.release(n)
+        return sums, neg_lse, bounds
+
+    @gluon.jit
+    def own_steps(self, state):
+        """The state after all steps, as `all_steps`, with the mask where the consumer's own keys need it. First come
+        those whose 64 first rows see none of them."""
+        block = self.block
+        group = self.args.group
+        unseen, edges = block.own_edges(self.args.kv_blocks, self.c)
+        h = gl.to_tensor(0)
+        i = gl.to_tensor(0)
+        seen = self.first
+        if self.c > 0:
+            seen += group * unseen
+            for n in tl.range(self.first, seen, disable_licm=True):
+                if self.args.FOLD:
+                    state = self.skip(state, n)
+                else:
+                    state = self.step(state, n, block.share, block.edge(i), i, True, False, 64)
+                i, h = next_step(i, h, group)
+        masked = self.first + group * edges
+        for n in tl.range(seen, masked, disable_licm=True):
+            state = self.step(state, n, block.share, block.edge(i), i, True, False)
+            i, h = next_step(i, h, group)
+        for n in tl.range(masked, self.end, disable_licm=True):
+            state = self.step(state, n, block.share, i, i, False, False)
+        return state
 
     @gluon.jit
     def add_biases(self, biases, ds, h, q_block):
@@ -286,7 +352,10 @@ class Consumer:
         if self.args.FOLD:
             neg_lse = self.shared.neg_lse.index(self.shared.q_ring.wait(first)).load(columns)
         state = sums, neg_lse, bounds
-        sums, _, _ = all_steps(self, state, block, group, first, self.end, self.args.MASKED)
+        if block.OWN_EDGES:
+            sums, _, _ = self.own_steps(state)
+        else:
+            sums, _, _ = all_steps(self, state, block, group, first, self.end, self.args.MASKED)
         return sums
 
 
@@ -459,6 +528,8 @@ def backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
+    PLAIN: gl.constexpr = FOLD or (BLOCK_Q == 128 and scores.score.identity and scores.dropout is None)
+    EXACT: gl.constexpr = scores.mask.exact and scores.mask.ordered and not scores.mask.bounded
     kv_blocks = KVBlocks(
         scores.mask,
         span_q,
@@ -469,6 +540,7 @@ def backward_kernel(
         BLOCK_Q,
         BLOCK_K,
         scores.score if scores.constant_beyond else None,
+        MASKED and PLAIN and EXACT,
     )
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED,

@@ -50,6 +50,9 @@ class KVBlock:
     """where its list of q blocks begins, or None"""
     own_number: Value
     """with a list which list it is, and packed which of all kv blocks; else None"""
+    OWN_EDGES: gl.constexpr
+    """Each consumer has the mask where its own keys need it, see `own_edges`: all heads have one such block before the
+    next one"""
     BEYOND: gl.constexpr
     """[core, core_end) are those in reach of the score's tables, and those that need the mask; all others, which come
     after them, do not"""
@@ -117,11 +120,33 @@ class KVBlock:
             outer = n >= self.edges(group)
         inside = self.core_end - self.core
         outside = self.end - self.first - inside
-        blocks = gl.where(outer, outside, inside)
+        blocks = gl.where(outer, group if self.OWN_EDGES else outside, inside)
         n -= gl.where(early, 0, group * (inside if self.BEYOND else outside))
-        offset = gl.where(outer, self.first, self.core) + n % blocks
-        h = self.share * group + n // blocks
+        h, i = n // blocks, n % blocks
+        if self.OWN_EDGES:
+            h, i = gl.where(outer, i, h), gl.where(outer, h, i)
+        offset = gl.where(outer, self.first, self.core) + i
+        h += self.share * group
         return h, self.q_block(offset + gl.where(outer & (offset >= self.core), inside, 0))
+
+    @gluon.jit
+    def own_edges(self, kv_blocks, c: gl.constexpr):
+        """Of a head's q blocks how many of the first ones have 64 first rows that see none of consumer c's keys, and
+        how many, with these, need the mask. Later rows see neither earlier first keys nor earlier last ones."""
+        BLOCK_Q: gl.constexpr = kv_blocks.BLOCK_Q
+        key = self.start + c * 64
+        off = self.keys - self.rows
+        # The first row that sees the first of the keys, and the first that sees the last one.
+        row, _, _, _ = kv_blocks.mask.rows_of(kv_blocks.mask.data, self.b, key, off)
+        last, _, _, _ = kv_blocks.mask.rows_of(kv_blocks.mask.data, self.b, key + 63, off)
+        unseen = (gl.maximum(row, 0) + BLOCK_Q - 64) >> log2(BLOCK_Q)
+        edges = (gl.maximum(last, 0) + BLOCK_Q - 1) >> log2(BLOCK_Q)
+        # Keys that are not in use no row sees.
+        unseen = gl.minimum(gl.where(key < self.keys, unseen, self.end), self.end)
+        edges = gl.minimum(gl.where(key + 64 <= self.keys, edges, self.end), self.end)
+        if kv_blocks.mask.has_lower_bound:
+            edges = self.first + self.edges(1)
+        return gl.maximum(unseen - self.first, 0), gl.maximum(edges - self.first, 0)
 
     @gluon.jit
     def side(self, q_block, score, h, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
@@ -212,6 +237,8 @@ class KVBlocks:
     BLOCK_K: gl.constexpr
     score: Value
     """where blocks beyond the reach of its tables have steps of their own; else None"""
+    OWN_EDGES: gl.constexpr
+    """see KVBlock"""
 
     @gluon.jit
     def at(self, b, h_k, share, start, number):
@@ -244,16 +271,18 @@ class KVBlocks:
             none = (tiles == 0).to(gl.int32)  # no row sees these keys: one block, all masked
             end = tiles + none
             return KVBlock(
-                b, h_k, share, start, rows, keys, end * 0, some + none, end, end, packed, block_list, own_number, False
-            )
+                b, h_k, share, start, rows, keys, end * 0, some + none, end, end, packed, block_list, own_number,
+                False, False,
+            )  # fmt: skip
         else:
             first, core, core_end, end = self.visit_range(b, start, rows, keys)
             BEYOND: gl.constexpr = self.score is not None
             if BEYOND:
                 core, core_end = self.in_reach(b, share, start, first, core, core_end, end)
             return KVBlock(
-                b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number, BEYOND
-            )
+                b, h_k, share, start, rows, keys, first, core, core_end, end, packed, None, own_number,
+                self.OWN_EDGES, BEYOND,
+            )  # fmt: skip
 
     @gluon.jit
     def in_reach(self, b, h, start, first, core, core_end, end):

@@ -182,7 +182,7 @@ def read_record(slots, item, kv_blocks):
         block_list, _, _ = load_block_list(kv_blocks.mask.block_lists, own_number.to(gl.int64))
     return KVBlock(
         numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8],
-        numbers[9], packed, block_list, own_number, kv_blocks.score is not None,
+        numbers[9], packed, block_list, own_number, kv_blocks.OWN_EDGES, kv_blocks.score is not None,
     )  # fmt: skip
 
 
