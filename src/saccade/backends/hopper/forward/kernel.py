@@ -491,10 +491,10 @@ class ForwardArgs:
     scale: Value
 
 
-@gluon.jit(do_not_specialize=["blocks", "heads", "section", "early", "h_k", "group", "s_q", "s_k"])
+@gluon.jit(do_not_specialize=["blocks", "heads", "section", "early", "group", "s_q", "s_k"])
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, captured_desc, out, lse, max_scores, sink, counter, used_q, used_k, pages, mask,
-    score, captured, arrivals, dropout, descale, blocks, heads, section, early, h_k, group, s_q, s_k, scale, shape,
+    score, captured, arrivals, dropout, descale, blocks, heads, section, early, group, s_q, s_k, scale, shape,
 ):  # fmt: skip
     """out = softmax(q k^T) v, and lse and max_scores (b, h_q, s_q) contiguous or None. out, the tensor itself: packed,
     PackedRowsArgs; UnseeingRowsArgs where the scheduler writes the results of work items that see no key; else None.
@@ -516,6 +516,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr = shape.CONSUMERS
     SLOTS: gl.constexpr = shape.SLOTS
     STAGES: gl.constexpr = shape.STAGES
+    h_k = q_desc.shape[1]
     scheduler = TileScheduler(blocks, heads, section, early, h_k, (group + 64 // ROWS - 1) // (64 // ROWS))
     parts = None
     if is_split(pages):

@@ -241,7 +241,7 @@ def prepare(
     items = blocks * b * h_k * packs
     causal = call.mask is not None and call.mask.kind == "causal" and not packed
     late = work_item.late_rows(blocks, b * h_k * packs, section, processors) if causal else 0
-    numbers = blocks, b * h_k * packs, section, blocks - late, h_k, call.group, s_q, s_k
+    numbers = blocks, b * h_k * packs, section, blocks - late, call.group, s_q, s_k
     dv_parts, dv_last = parts_of_out(d_v, config, q.element_size())
     sizes = {
         "D_CHUNK": chunk(d), "D_CHUNKS": chunks(d), "D_LAST": last_chunk(d, q.element_size()),
