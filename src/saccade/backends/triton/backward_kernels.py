@@ -96,8 +96,15 @@ def doublings(rows: Any, warps: Any) -> Any:
 
 
 @triton.jit
+def read_terms(terms, row, there):
+    """shift and delta of `delta_kernel` for rows [block_q], +inf and 0 for those that are not `there`."""
+    shift = tl.load(terms + row * 2, mask=there, other=float("inf"))
+    return shift, tl.load(terms + row * 2 + 1, mask=there, other=0.0)
+
+
+@triton.jit
 def load_terms(terms, row, there, shape):
-    """shift and delta of `delta_kernel` for rows [block_q], zeros for those that are not `there`; None: all are.
+    """The same in a loop, but zeros for those that are not `there`; None: all are.
 
     Of fewer numbers than it has threads Triton makes loads of every thread for all that it uses, four bytes each
     (notes/triton.md). So both come in one load, which repeats them."""
@@ -292,7 +299,7 @@ def dq_kernel(
     # [block_q, d], [block_q, d_v]
     q_tile = load_q(q, block, shape.D, shape.BLOCK_D, shape)
     dout_tile = load_q(dout, block, shape.D_V, shape.BLOCK_DV, shape)
-    row_lse, row_delta = load_terms(terms, block.offset, block.live, shape)
+    row_lse, row_delta = read_terms(terms, block.offset, block.live)
     kv = kv_head(k, v, block, shape)
     biases = biases_of_keys(tiles, block.args, block.start, shape.BLOCK_K)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)

@@ -19,7 +19,7 @@ from saccade.backends.device.positions import blocks_before, extent, is_packed, 
 from saccade.backends.device.q_block import ScoreArgs, online_softmax, weight_gradient
 from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import add_sink, head, load_tile, log_sum, logits, store_largest
-from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, load_terms, store_dk, store_dv
+from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, read_terms, store_dk, store_dv
 
 LAST = tl.constexpr((1 << 31) - 1)
 """What sorts after all entries."""
@@ -232,7 +232,7 @@ def listed_dq_kernel(
     # [block_q, d], [block_q, d_v]
     q_tile = head_rows(q, batch, block.h, row, live, shape.D, shape.BLOCK_D)
     dout_tile = head_rows(dout, batch, block.h, row, live, shape.D_V, shape.BLOCK_DV)
-    row_lse, row_delta = load_terms(terms, block.offset, live, shape)
+    row_lse, row_delta = read_terms(terms, block.offset, live)
     dq_sum = tl.zeros([shape.BLOCK_Q, shape.BLOCK_D], tl.float32)
     q_idx = block.q_idx[:, None]
     for start in range(0, block.length * plain_int(lists.keys), shape.BLOCK_K):
@@ -312,9 +312,8 @@ def listed_dkdv_kernel(
             q_tile = head_rows(q, batch, h, row, seeing, shape.D, shape.BLOCK_D)
             dout_tile = head_rows(dout, batch, h, row, seeing, shape.D_V, shape.BLOCK_DV)
             offset = (batch.to(tl.int64) * h_q + h) * s_q + row
-            # Each by itself: ptxas 13.4 serialises products behind one load of both (C7515).
-            row_lse = tl.load(terms + offset * 2, mask=seeing, other=float("inf"))
-            row_delta = tl.load(terms + offset * 2 + 1, mask=seeing, other=0.0)
+            # Not by `load_terms`, behind which ptxas 13.4 serialises products here (C7515).
+            row_lse, row_delta = read_terms(terms, offset, seeing)
             tiles = q_tile, dout_tile, row_lse, row_delta
             dk_sum, dv_sum = dkdv_of_rows(dk_sum, dv_sum, tiles, k_tile, v_tile, q_idx, kv_idx, args, shape, True)
     there = tl.minimum(there, stop)

@@ -19,7 +19,7 @@ from saccade.backends.device.positions import extent
 from saccade.backends.device.q_block import ScoreArgs, weight_gradient
 from saccade.backends.device.records import aggregate, plain_int
 from saccade.backends.device.tiles import head
-from saccade.backends.triton.backward_kernels import apply_slope, load_terms
+from saccade.backends.triton.backward_kernels import apply_slope, read_terms
 
 
 class RowKeys(NamedTuple):
@@ -123,7 +123,7 @@ def token_weights_kernel(q, k, v, dout, terms, keys, used_q, used_k, score, h_q,
     _, _, _, rows = extent(used_q, b, s_q)
     _, _, _, used = extent(used_k, b, s_k)
     offset = (b.to(tl.int64) * h_q + h) * s_q + q_idx
-    row_lse, row_delta = load_terms(terms, offset, there, shape)
+    row_lse, row_delta = read_terms(terms, offset, there)
     # [block_q, d], [block_q, rest], [block_q, d_v]
     q_at = head(q, b, h, q_idx)
     q_tile = columns_of(q_at, there, 0, shape.D, shape.BLOCK_D)
