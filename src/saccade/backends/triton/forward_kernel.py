@@ -1,6 +1,6 @@
 """The portable forward kernel: one block of query rows streams over the keys that its mask leaves."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ def _step(
     state, start, q_tile, kv, block, descale, shape,
     MASKED: tl.constexpr, BYTES: tl.constexpr, RISING: tl.constexpr, bias, terms,
 ):  # fmt: skip
-    """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q]. bias: what
-    a tile beyond the reach of the score's tables adds to all of its scores, or None; terms: `linear_terms`, or None."""
+    """One tile of keys. state: acc [block_q, d_v], row_max [block_q] in units of scores, row_sum [block_q], or as
+    `added` says. bias: what a tile beyond the reach of the score's tables adds to all of its scores, or None; terms:
+    `linear_terms`, or None."""
     acc, row_max, row_sum = state
     args = block.args
     q_idx = block.q_idx[:, None]
@@ -132,7 +133,9 @@ def forward_kernel(
     kv = kv_head(k, v, block, shape)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
-    row_sum = tl.zeros([shape.BLOCK_Q], tl.float32)
+    # Of d = 64 a third program takes the registers that sums of columns need.
+    columns: tl.constexpr = RISING and score.identity and descale is None and shape.BLOCK_D > 64
+    row_sum = tl.zeros([shape.BLOCK_Q, 8] if columns else [shape.BLOCK_Q], tl.float32)
     state = acc, row_max, row_sum
     if score.linear and RISING and descale is None:
         terms = linear_terms(block.args, block.q_idx)
@@ -149,6 +152,8 @@ def forward_kernel(
         bias = bias_at(tiles, biases, start) if tiles.near is not None else None
         state = _step(state, start, q_tile, kv, block, descale, shape, False, BYTES, RISING, bias, terms)
     acc, row_max, row_sum = state
+    if columns:
+        row_sum = tl.sum(row_sum, 1)
     if terms is not None:
         row_max, row_sum = add_linear_bias(row_max, row_sum, terms)
 
