@@ -126,6 +126,8 @@ class Consumer:
     kv_idx: gl.tensor
     keys: Value
     """the parts of k, if they stay in registers; or ()"""
+    AHEAD: gl.constexpr
+    """The first consumer is half a step ahead of the second: see `let_other_begin`."""
 
     @gluon.jit
     def issue_dq(self, n):
@@ -231,6 +233,7 @@ class Consumer:
         else:
             dp = issue_product(v, dout, zero, False)
         dv = issue_sums(p_operand, dout, dv)
+        self.let_other_begin(n)
         dp = warpgroup_mma_wait(len(dv), [dp])
         if self.dropout is not None:
             delta = gl.expand_dims(rows_from(shared.neg_delta.index(stage), ROW).load(columns), 0)
@@ -260,6 +263,13 @@ class Consumer:
         dk = wait_for_sums(0, dk)
         shared.q_ring.release(n)
         return StepSums(dk, dv, biases), neg_lse, bounds
+
+    @gluon.jit
+    def let_other_begin(self, n):
+        """If AHEAD, the first consumer gives its ds of the step before an item, which is nobody's, only in the item's
+        first step. So the other one computes exponentials while this one's products run (notes/gluon_backward.md)."""
+        if self.AHEAD and self.c == 0 and n == self.first:
+            self.shared.ds.give(self.c, n - 1)
 
     @gluon.jit
     def skip(self, state, n):
@@ -399,8 +409,11 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(args.kv_blocks.BLOCK_Q), 2)
         k = parts_of(own_rows(c, shared.k_tiles, slot), shared.D_LAST)
         keys = k[0].load(LEFT), k[1].load(LEFT)
-    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys)
-    shared.ds.give(c, first - 1)
+    PLAIN: gl.constexpr = args.score.identity and dropout is None
+    AHEAD: gl.constexpr = PLAIN and args.kv_blocks.BLOCK_Q == 128 and not args.MASKED
+    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys, AHEAD)
+    if c > 0 or not AHEAD:
+        shared.ds.give(c, first - 1)
     if SLOTS > 1:  # noqa: SIM102 - known when this is compiled, and the next is not
         if item > 0:  # the last dk has left
             tma.store_wait(0)

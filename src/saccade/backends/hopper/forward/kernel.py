@@ -261,6 +261,8 @@ def step(c: gl.constexpr, pipe, rows, item, state, n, tile, MASKED: gl.constexpr
     if pipe.shape.OVERLAP:
         acc = finish_values(pipe, state, values, parts)
         pipe.values.release(n)
+        if pipe.out is not None:
+            acc = wait_for_sums(0, acc)  # else ptxas may release up to 190 instructions later (notes/gluon.md)
     if is_eight_bit(pipe.slots.tiles.dtype):
         p = pack_weights(rows.apply_dropout(weights, tile), pipe.slots.tiles.dtype)
         return SoftmaxState(acc, row_max, row_sum, p, (alpha,), factor)
