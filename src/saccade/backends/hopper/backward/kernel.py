@@ -410,7 +410,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         k = parts_of(own_rows(c, shared.k_tiles, slot), shared.D_LAST)
         keys = k[0].load(LEFT), k[1].load(LEFT)
     PLAIN: gl.constexpr = args.score.identity and dropout is None
-    AHEAD: gl.constexpr = PLAIN and args.kv_blocks.BLOCK_Q == 128 and not args.MASKED
+    AHEAD: gl.constexpr = PLAIN and args.APART and not args.MASKED
     consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys, AHEAD)
     if c > 0 or not AHEAD:
         shared.ds.give(c, first - 1)
@@ -481,7 +481,7 @@ BLOCK_K = gl.constexpr(128)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
     gradient_desc, packed, counter, span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
-    FOLD: gl.constexpr, MASKED: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, APART: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
 
@@ -541,7 +541,7 @@ def backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    PLAIN: gl.constexpr = FOLD or (BLOCK_Q == 128 and scores.score.identity and scores.dropout is None)
+    PLAIN: gl.constexpr = FOLD or (APART and scores.score.identity and scores.dropout is None)
     EXACT: gl.constexpr = scores.mask.exact and scores.mask.ordered and not scores.mask.bounded
     kv_blocks = KVBlocks(
         scores.mask,
@@ -556,7 +556,7 @@ def backward_kernel(
         MASKED and PLAIN and EXACT,
     )
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED,
+        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, APART,
         scores.bias_sums, scores.captured, scores.gradient,
     )  # fmt: skip
     start_next()

@@ -35,6 +35,10 @@ SECTION = 4
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
+LONG_ROWS = 8192
+"""Rows from which consumers of 128 rows a step stay in step, and twice as many without a mask: causal 8k and 16k lose 2
+and 6 % where one is half a step ahead, full 16k 1 %, why is not known (notes/gluon_backward.md)."""
+
 COPIED = 256
 """Numbers of one dimension of a bulk copy, at most."""
 HANDED = 852
@@ -216,6 +220,8 @@ class BackwardPlan:
             shapes.append(shape_of(dq, (1, 1, 64, 64)) if direct else summed)
             if captured is not None:
                 shapes += [shape_of(x, (1, 1, block_q, 64)) for x in captured.tensors]
+        long = LONG_ROWS if call.mask is not None else 2 * LONG_ROWS
+        apart = {"APART": block_q == 128 and (packed or s_q < long)} if config.stays else {}
         chained = {**OPTIONS, "launch_pdl": True}  # starts before the preprocess kernel ends
         preprocess = TMALaunch(
             preprocess_kernel,
@@ -233,7 +239,7 @@ class BackwardPlan:
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
             (call.group // divided, h_q, blocks),
-            {"FOLD": fold, "MASKED": masked, **config.constants(d, d_v)},
+            {"FOLD": fold, "MASKED": masked, **apart, **config.constants(d, d_v)},
             chained,
         )
         postprocess = TMALaunch(

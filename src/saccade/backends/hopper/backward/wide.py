@@ -474,8 +474,9 @@ def wide_backward_kernel(
     s_k = k_desc.shape[2]
     kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK_K, None, False)
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, None, None, None
-    )
+        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, False,
+        None, None, None,
+    )  # fmt: skip
     block = find_kv_block(kv_blocks, gl.program_id(0), scheduler, dq_semaphore is not None)
     start_next()
     gl.warp_specialize([
