@@ -20,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from saccade import Dense, Mask, Packed, attention, causal, interval, mask_mod, prefix, relative_bias, window
 from saccade.backends.device import replay as launches
 from saccade.backends.hopper import tma_launch
+from saccade.backends.hopper.forward import work_item
 from saccade.ops import replay
 from tests.emulator import emulated
 from tests.emulator.launch import Emulation
@@ -264,3 +265,71 @@ def test_rows_and_items_that_see_nothing(name: str, form: str, processors: int) 
     torch.testing.assert_close(found[0].out.double(), wanted, rtol=0.02, atol=0.02)
     torch.testing.assert_close(found[0].lse.double(), lse, rtol=1e-3, atol=1e-3)
     assert not found[0].out.double()[(lse == -torch.inf).mT].any()
+
+
+STARTS: dict[str, tuple[Mask, Callable[[Tensor, Tensor], Tensor]]] = {
+    # (rows, keys) -> what rows see
+    "causal": (causal() & interval(65, None), lambda i, j: (j <= i) & (j >= 65)),
+    "all rows": (interval(70, None), lambda i, j: (j >= 70) & (i >= 0)),
+    "few keys": (interval(100, 110), lambda i, j: (j >= 100) & (j < 110) & (i >= 0)),
+    "window": (window(100, 0) & interval(200, None), lambda i, j: (j <= i) & (j >= i - 100) & (j >= 200)),
+    "prefix": (prefix(70) & interval(66, None), lambda i, j: ((j < 70) | (j <= i)) & (j >= 66)),
+}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", STARTS)
+def test_a_mask_that_starts_inside_of_64_keys(name: str, d: int) -> None:
+    """The second consumer does not pass over rows that see its later keys where no row sees its first one."""
+    torch.manual_seed(0)
+    mask, sees = STARTS[name]
+    q, k, v, dout = torch.randn(4, 1, 1, 256, d, dtype=torch.bfloat16).unbind()
+    leaves, exact = ([x.to(t).requires_grad_() for x in (q, k, v)] for t in (torch.bfloat16, torch.float64))
+    with emulated(d, processors=1):
+        found = torch.autograd.grad(attention(*leaves, mask=mask, backend="gluon"), leaves, dout)
+    visible = sees(torch.arange(256)[:, None], torch.arange(256))
+    scores = (exact[0] @ exact[1].mT * d**-0.5).masked_fill(~visible, -torch.inf)
+    p = scores.masked_fill(~visible.any(1)[:, None], 0).softmax(-1).masked_fill(~visible, 0)
+    for x, y in zip(found, torch.autograd.grad(p @ exact[2], exact, dout.double()), strict=True):
+        assert (x.double() - y).norm() < 0.02 * y.norm()
+
+
+@pytest.mark.parametrize("s_k", [1153, 1217])
+def test_first_rows_last_by_their_own_rule(s_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is there where sections of one head have few rounds, and the first rows of all heads come last."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(work_item, "L2_BYTES", 1)
+    given, rule = [], work_item.late_rows
+    monkeypatch.setattr(work_item, "late_rows", lambda *sizes: given.append(rule(*sizes)) or given[-1])
+    q = torch.randn(1, 4, 1153, 128, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 2, s_k, 128, dtype=torch.bfloat16).unbind()
+    with emulated(0, processors=16):
+        out = attention(q, k, v, mask=causal(), backend="gluon")
+    assert given[-1] > 0
+    hidden = torch.ones(1153, s_k, dtype=torch.bool).triu(s_k - 1153 + 1)
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT * 128**-0.5).masked_fill(hidden, -torch.inf)
+    wanted = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.double(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_replays_of_calls_of_other_lengths() -> None:
+    """Calls of many lengths take turns, and each repeats its own order of blocks and its own shares."""
+    for mask, heads, lengths in ((causal(), 2, (127, 129, 640)), (None, 3, (63, 129, 257))):
+        with replayed(3) as room:
+            for turn in range(3):
+                for s in lengths:
+                    torch.manual_seed(s + turn)
+                    q = torch.randn(1, heads, s, 64, dtype=torch.bfloat16)
+                    k, v = torch.randn(2, 1, 1, s, 64, dtype=torch.bfloat16).unbind()
+                    dout = torch.randn_like(q)
+                    leaves, exact = ([x.to(t).requires_grad_() for x in (q, k, v)] for t in (q.dtype, torch.float64))
+                    out = attention(*leaves, mask=mask, backend="gluon")
+                    found = out, *torch.autograd.grad(out, leaves, dout)
+                    scores = exact[0] @ exact[1].mT / 8
+                    if mask is not None:
+                        scores = scores.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf)
+                    right = scores.softmax(-1) @ exact[2]
+                    right = right, *torch.autograd.grad(right, exact, dout.double())
+                    for x, y in zip(found, right, strict=True):
+                        assert (x.double() - y).norm() < 0.01 * y.norm()
+            assert room.replays >= len(lengths)
