@@ -126,8 +126,6 @@ class Consumer:
     kv_idx: gl.tensor
     keys: Value
     """the parts of k, if they stay in registers; or ()"""
-    AHEAD: gl.constexpr
-    """The first consumer is half a step ahead of the second: see `let_other_begin`."""
 
     @gluon.jit
     def issue_dq(self, n):
@@ -268,7 +266,7 @@ class Consumer:
     def let_other_begin(self, n):
         """If AHEAD, the first consumer gives its ds of the step before an item, which is nobody's, only in the item's
         first step. So the other one computes exponentials while this one's products run (notes/gluon_backward.md)."""
-        if self.AHEAD and self.c == 0 and n == self.first:
+        if self.args.AHEAD and self.c == 0 and n == self.first:
             self.shared.ds.give(self.c, n - 1)
 
     @gluon.jit
@@ -409,10 +407,8 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         LEFT: gl.constexpr = gl.DotOperandLayout(0, product_layout(args.kv_blocks.BLOCK_Q), 2)
         k = parts_of(own_rows(c, shared.k_tiles, slot), shared.D_LAST)
         keys = k[0].load(LEFT), k[1].load(LEFT)
-    PLAIN: gl.constexpr = args.score.identity and dropout is None
-    AHEAD: gl.constexpr = PLAIN and args.APART and not args.MASKED
-    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys, AHEAD)
-    if c > 0 or not AHEAD:
+    consumer = Consumer(c, args, dropout, shared, block, slot, v_slot, first, end, kv_idx, keys)
+    if c > 0 or not args.AHEAD:
         shared.ds.give(c, first - 1)
     if SLOTS > 1:  # noqa: SIM102 - known when this is compiled, and the next is not
         if item > 0:  # the last dk has left
@@ -481,7 +477,8 @@ BLOCK_K = gl.constexpr(128)
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, neg_lse_desc, neg_delta_desc, dq_desc, captured_desc,
     gradient_desc, packed, counter, span_q, span_k, scores, scheduler, dq_semaphore, group, h_q, q_blocks,
-    FOLD: gl.constexpr, MASKED: gl.constexpr, APART: gl.constexpr, D_LAST: gl.constexpr, DV_LAST: gl.constexpr,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr, D_LAST: gl.constexpr,
+    DV_LAST: gl.constexpr,
 ):  # fmt: skip
     """dk, dv, and dq_accum += ds^T k.
 
@@ -489,9 +486,10 @@ def backward_kernel(
     neg_delta: of `preprocess_kernel`. dq_desc: dq_accum, boxes of tiles of `to_register_order`, two of a q block; or dq
     itself, if each q block has one kv block. packed: a PackedGradients, or None. scores: BackwardScoreArgs. scheduler:
     TileSchedulerArgs. dq_semaphore: None where dq may be added to in any order. counter: two zeros, which are zeros
-    again in the end. D_LAST, DV_LAST: how many columns of the upper halves of d and d_v are in use. captured_desc: of a
-    captured tensor of which score functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64
-    keys, or None. gradient_desc: the same of its gradient, if that is ds, or None.
+    again in the end. EDGES: consumers have the mask where their own keys need it. AHEAD: see BackwardArgs. D_LAST,
+    DV_LAST: how many columns of the upper halves of d and d_v are in use. captured_desc: of a captured tensor of which
+    score functions take tiles, (b or 1, h_q or 1, s_q, s_k) in tiles of BLOCK_Q rows and 64 keys, or None.
+    gradient_desc: the same of its gradient, if that is ds, or None.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BLOCK_Q: gl.constexpr = q_desc.block_shape[2]
@@ -541,7 +539,6 @@ def backward_kernel(
     )
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
-    PLAIN: gl.constexpr = FOLD or (APART and scores.score.identity and scores.dropout is None)
     EXACT: gl.constexpr = scores.mask.exact and scores.mask.ordered and not scores.mask.bounded
     kv_blocks = KVBlocks(
         scores.mask,
@@ -553,10 +550,10 @@ def backward_kernel(
         BLOCK_Q,
         BLOCK_K,
         scores.score if scores.constant_beyond else None,
-        MASKED and PLAIN and EXACT,
+        EDGES and EXACT,
     )
     args = BackwardArgs(
-        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, APART,
+        kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, AHEAD,
         scores.bias_sums, scores.captured, scores.gradient,
     )  # fmt: skip
     start_next()

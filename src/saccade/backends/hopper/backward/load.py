@@ -269,7 +269,7 @@ def load_items(
     q_tails = gl.to_tensor(0)
     dout_tails = gl.to_tensor(0)
     drawn = gl.to_tensor(0)
-    items = count_items(scheduler, kv_blocks.span_k)
+    items = count_items(kv_blocks, scheduler)
     item = first_item(counter, ORDERED)
     while item < items:
         block = find_kv_block(kv_blocks, item, scheduler, ORDERED)

@@ -116,8 +116,8 @@ class BackwardArgs:
     """-lse / scale and -delta are what products are accumulated onto, in place of zeros."""
     MASKED: gl.constexpr
     """Some q blocks need the mask."""
-    APART: gl.constexpr
-    """One consumer may be half a step of 128 rows ahead of the other: where sequences are not long."""
+    AHEAD: gl.constexpr
+    """The first consumer is half a step ahead of the second: see `let_other_begin`."""
     bias_sums: Value
     """see BackwardScoreArgs, as the next two"""
     captured: Value

@@ -33,8 +33,6 @@ BATCH = gl.constexpr(0)
 class TileSchedulerArgs(NamedTuple):
     """The order of kv blocks; every field a `runtime_int`."""
 
-    blocks: Any
-    """kv blocks of one head"""
     heads: Any
     """all shares of all batch rows"""
     section: Any
@@ -47,18 +45,18 @@ class TileSchedulerArgs(NamedTuple):
     """kv blocks of one head that sections work on; the later ones come last, those of all heads together"""
 
     @staticmethod
-    def of(blocks: int, b: int, h_k: int, divided: int, section: int, early: int) -> TileSchedulerArgs:
-        numbers = blocks, b * h_k * divided, section, h_k * divided, divided, early
+    def of(b: int, h_k: int, divided: int, section: int, early: int) -> TileSchedulerArgs:
+        numbers = b * h_k * divided, section, h_k * divided, divided, early
         return TileSchedulerArgs(*map(runtime_int, numbers))
 
 
 @gluon.jit
-def count_items(scheduler, span_k):
+def count_items(kv_blocks, scheduler):
     """How many items there are."""
-    if is_packed(span_k):
-        return gl.load(span_k.tiles) * plain_int(scheduler.shares)
+    if is_packed(kv_blocks.span_k):
+        return gl.load(kv_blocks.span_k.tiles) * plain_int(scheduler.shares)
     else:
-        return plain_int(scheduler.blocks) * plain_int(scheduler.heads)
+        return gl.cdiv(kv_blocks.s_k, kv_blocks.BLOCK_K) * plain_int(scheduler.heads)
 
 
 @gluon.jit
@@ -98,7 +96,7 @@ def find_kv_block(kv_blocks, item, scheduler, LAST_FIRST: gl.constexpr):
         b, share, start = _locate_packed(kv_blocks, item, scheduler, LAST_FIRST)
         number = table_index(kv_blocks.span_k, item, shares, start, kv_blocks.BLOCK_K)
     else:
-        blocks = plain_int(scheduler.blocks)
+        blocks = gl.cdiv(kv_blocks.s_k, kv_blocks.BLOCK_K)
         heads = plain_int(scheduler.heads)
         early = plain_int(scheduler.early)
         late = item >= early * heads
