@@ -112,16 +112,31 @@ def sink_gradient(call: Call, launches: Launches, saved: Saved, delta: Tensor | 
         return torch.zeros_like(call.sink)
     dsink = torch.empty_like(call.sink)
     with on_device(call.q):
-        launch, arguments = sink_launch(launches, call.sink, saved.lse.contiguous(), rows.contiguous(), sign, dsink)
+        rows = rows if evenly_spaced(rows) else rows.contiguous()
+        launch, arguments = sink_launch(launches, call.sink, saved.lse.contiguous(), rows, sign, dsink)
         launch(call.q.device.index, arguments)
     return dsink
 
 
+def evenly_spaced(rows: Tensor) -> bool:
+    """Whether rows (b, h_q, s_q) are contiguous, or every nth element of memory that is."""
+    _, h_q, s_q = rows.shape
+    step = rows.stride(2)
+    return rows.stride() == (h_q * s_q * step, s_q * step, step)
+
+
 def sink_launch(launches: Launches, sink: Tensor, lse: Tensor, rows: Tensor, sign: float, dsink: Tensor) -> GivenLaunch:
-    """The kernel that fills dsink, and its arguments."""
+    """The kernel that fills dsink, and its arguments; rows: `evenly_spaced`."""
     b, h_q, s_q = rows.shape
     launch = cached_launch(launches, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))
-    return launch, (sink, lse, rows, dsink, *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q)), sign)
+    return launch, (
+        sink,
+        lse,
+        rows,
+        dsink,
+        *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q, rows.stride(2))),
+        sign,
+    )
 
 
 SINK_ROWS = 4096
@@ -129,9 +144,9 @@ SINK_ROWS = 4096
 
 
 @triton.jit(do_not_specialize=["sign"], do_not_specialize_on_alignment=["lse", "values"])
-def sink_kernel(sink, lse, values, dsink, pitch, h_q, s_q, count, sign, BLOCK: tl.constexpr):
-    """`dsink = sign sum exp(sink - lse) values` of one head, over all of its `count` rows. Rows that are not in use
-    have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
+def sink_kernel(sink, lse, values, dsink, pitch, h_q, s_q, count, step, sign, BLOCK: tl.constexpr):
+    """`dsink = sign sum exp(sink - lse) values` of one head, over all of its `count` rows. Values are `step` elements
+    apart. Rows that are not in use have lse = -inf, and those of a sink of +inf, which has no gradient, +inf."""
     h_q, s_q, count = plain_int(h_q), plain_int(s_q), plain_int(count)
     h = tl.program_id(0)
     own = tl.load(sink + h * plain_int(pitch)).to(tl.float32)
@@ -141,6 +156,6 @@ def sink_kernel(sink, lse, values, dsink, pitch, h_q, s_q, count, sign, BLOCK: t
         row = start + tl.arange(0, BLOCK)
         offset = ((row // s_q).to(tl.int64) * h_q + h) * s_q + row % s_q
         row_lse = tl.load(lse + offset, mask=row < count, other=float("-inf"))
-        value = tl.load(values + offset, mask=row < count, other=0.0)
+        value = tl.load(values + offset * plain_int(step), mask=row < count, other=0.0)
         total += tl.where(tl.abs(row_lse) == float("inf"), 0.0, tl.exp(own - row_lse) * value)
     tl.store(dsink + h, (sign * tl.sum(total)).to(dsink.dtype.element_ty))
