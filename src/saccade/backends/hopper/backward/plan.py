@@ -62,6 +62,10 @@ def is_plain(call: Call) -> bool:
     """Whether a call has plain scores, at most a window, and adds to dq in any order."""
     if call.deterministic or call.bounds_per_row or not has_plain_scores(call):
         return False
+    return at_most_a_window(call)
+
+
+def at_most_a_window(call: Call) -> bool:
     return call.mask is None or isinstance(call.mask, Window)
 
 
@@ -241,7 +245,7 @@ class BackwardPlan:
             (min(programs * divided, processors) if config.stays else programs * divided, 1, 1),
             shapes,
             (call.group // divided, h_q, blocks),
-            {"FOLD": fold, "MASKED": masked, **own_steps(call, config, masked, fold), **config.constants(d, d_v)},
+            {"FOLD": fold, "MASKED": masked, **step_constants(call, config, masked, fold), **config.constants(d, d_v)},
             chained,
         )
         postprocess = TMALaunch(
@@ -316,7 +320,7 @@ def shares_of(
     return next((n for n in range(1, call.group) if call.group % n == 0 and programs * n >= least), call.group)
 
 
-def own_steps(call: Call, config: BackwardConfig, masked: bool, fold: bool) -> dict[str, bool]:
+def step_constants(call: Call, config: BackwardConfig, masked: bool, fold: bool) -> dict[str, bool]:
     """Whether consumers have the mask where their own keys need it, and, without one, begin half a step apart. Under
     windows alone: there no row sees a key before the first row that sees the keys before it, whether rows see them or
     not."""
@@ -325,8 +329,7 @@ def own_steps(call: Call, config: BackwardConfig, masked: bool, fold: bool) -> d
     rows = 0 if call.layout.ragged_keys else call.q.shape[2]
     plain = call.score is None and call.dropout is None and config.block_q == 128
     apart = plain and rows < (LONG_ROWS if call.mask is not None else 2 * LONG_ROWS)
-    ordered = call.mask is None or isinstance(call.mask, Window)
-    return {"EDGES": masked and ordered and (fold or apart), "AHEAD": apart and not masked}
+    return {"EDGES": masked and at_most_a_window(call) and (fold or apart), "AHEAD": apart and not masked}
 
 
 def even_shares(group: int, programs: int, processors: int, steps: int) -> int:
