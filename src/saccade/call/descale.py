@@ -190,12 +190,9 @@ def _of_packed_rows(factor: Tensor, starts: Tensor, t: int) -> Tensor:
 
 
 def factors(
-    descale: Descale | None,
-    device: torch.device,
-    eight_bits: bool,
-    shape: tuple[int, int, int | None, int],
+    descale: Descale | None, device: torch.device, eight_bits: bool, shape: tuple[int, int, int | None, int],
     bounds: bool = True,
-) -> Factors:
+) -> Factors:  # fmt: skip
     """The factors of a call whose k and v have 8 bits, and with `eight_bits` q too. Raises ValueError for a shape or
     device that does not fit, quoted.
 

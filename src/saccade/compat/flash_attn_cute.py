@@ -40,30 +40,14 @@ class _Terms(NamedTuple):
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: ScoreFunction | None = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
-    gather_bwd_recompute_p: bool = False,
-    gather_bwd_token_chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: ScoreFunction | None = None, score_mod_bwd: Any = None,
+    mask_mod: Any = None, aux_tensors: list[Tensor] | None = None, aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None, block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`softmax(mask(score_mod(scale q k^T)), with sink) v`.
 
     Args:
@@ -107,40 +91,18 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: ScoreFunction | None = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    block_sparse_tensors: Any = None,
-    aux_tensors: list[Tensor] | None = None,
-    aux_scalars: tuple[Any, ...] | None = None,
-    return_lse: bool = False,
-    scheduler_metadata: Any = None,
-    seqlen_k_per_split: int | None = None,
-    disable_scheduler_metadata: bool = False,
-    gather_bwd_recompute_p: bool = False,
-    gather_bwd_token_chunk: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None, min_seqlen_k: int | None = None, seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None, gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: ScoreFunction | None = None, score_mod_bwd: Any = None,
+    mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None, return_lse: bool = False, scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False, gather_bwd_token_chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`flash_attn_func` of sequences of different lengths. Each side is end to end, or padded to one length.
 
     Args:

@@ -33,14 +33,9 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[None, None]:
 
 
 def flash_mla_sparse_fwd(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Tensor | None = None,
+    q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512, attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`softmax(sm_scale q kv[indices]^T) kv[indices, :d_v]`: row i sees the rows of kv that its list names.
 
     Args:
@@ -81,23 +76,12 @@ def flash_mla_sparse_fwd(
 
 
 def flash_mla_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: Tensor | None,
-    cache_seqlens: Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any = None,
-    num_splits: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
-    attn_sink: Tensor | None = None,
-    extra_k_cache: Tensor | None = None,
-    extra_indices_in_kvcache: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None, head_dim_v: int,
+    tile_scheduler_metadata: Any = None, num_splits: Any = None, softmax_scale: float | None = None,
+    causal: bool = False, is_fp8_kvcache: bool = False, indices: Tensor | None = None, attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None, extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None, extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decoding over pages of latent rows: of all keys, or of those in the slots that `indices` lists.
 
     Args:

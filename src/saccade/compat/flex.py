@@ -29,18 +29,10 @@ _WHOLE = 1 << 30
 
 
 def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: ScoreFunction | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: AuxRequest | None = None,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None, *, return_aux: AuxRequest | None = None,
+) -> Any:  # fmt: skip
     """`softmax(mask(score_mod(scale q k^T))) v`, as `torch.nn.attention.flex_attention.flex_attention` computes it.
 
     Args:
@@ -102,18 +94,10 @@ def flex_attention(
 
 
 def create_block_mask(
-    mask_mod: Any,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Any = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
-    _compile: bool = False,
-    separate_full_blocks: bool = True,
-    compute_dq_write_order: bool = False,
-    dq_kv_order: bool = True,
-) -> BlockMask:
+    mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128, _compile: bool = False, separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False, dq_kv_order: bool = True,
+) -> BlockMask:  # fmt: skip
     """Torch's BlockMask of a function (b, h, q_idx, kv_idx) -> bool; the mask itself is never in memory.
 
     Args:

@@ -32,23 +32,11 @@ class AuxRequest(NamedTuple):
 
 
 def varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int | Tensor,
-    max_k: int | Tensor,
-    is_causal: bool = False,
-    *,
-    return_aux: AuxRequest | None = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int | Tensor,
+    max_k: int | Tensor, is_causal: bool = False, *, return_aux: AuxRequest | None = None, scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`softmax(scale q k^T) v` within each of several sequences that lie end to end; query i of sequence b is row
     `cu_seq_q[b] + i`.
 
@@ -88,24 +76,11 @@ def varlen_attn(
 
 
 def varlen_attn_out(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int | Tensor,
-    max_k: int | Tensor,
-    is_causal: bool = False,
-    *,
-    return_aux: AuxRequest | None = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None,
+    max_q: int | Tensor, max_k: int | Tensor, is_causal: bool = False, *, return_aux: AuxRequest | None = None,
+    scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`varlen_attn` into `out` (t_q, h_q, d_v), which is overwritten and returned; without gradients.
 
     Kernels write to `out` itself if it has q's dtype, its last dimension is contiguous, and it shares no memory with q,

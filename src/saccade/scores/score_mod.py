@@ -183,13 +183,9 @@ class Traced(Score):
     """A Program with its tensors and numbers."""
 
     def __init__(
-        self,
-        program: Program,
-        tensors: Sequence[Tensor],
-        numbers: Sequence[Any],
-        fn: Function | None = None,
+        self, program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any], fn: Function | None = None,
         rows: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.program, self.tensors, self.numbers, self.fn, self.rows = program, tensors, numbers, fn, rows
         self.kind, self.identity, self.own = program.name, program.identity, program.own
         self.ints = [int(x) for x, integral in zip(numbers, program.integral, strict=True) if integral]

@@ -140,13 +140,9 @@ class CheckedCall(NamedTuple):
         return self.layout.sequence_slices(self.q, self.k)
 
     def slice(
-        self,
-        sequence: SequenceSlice,
-        heads: slice,
-        key_heads: slice,
-        precision: Precision,
+        self, sequence: SequenceSlice, heads: slice, key_heads: slice, precision: Precision,
         dropout: Dropout | None = None,
-    ) -> CallSlice:
+    ) -> CallSlice:  # fmt: skip
         """One sequence and some heads of a canonical call."""
         b, h, keywords = sequence.number, heads.start, self.keywords
         rows_at, keys_at = (sequence.batch_q, heads, sequence.rows), (sequence.batch_k, key_heads, sequence.keys)

@@ -64,13 +64,9 @@ def common_arguments(
 
 
 def tile_arguments(
-    call: Call,
-    launches: Launches,
-    blocks: tuple[int, int],
-    by_keys: bool = False,
-    fast: bool = False,
+    call: Call, launches: Launches, blocks: tuple[int, int], by_keys: bool = False, fast: bool = False,
     reads: bool = True,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """The common arguments of a launch whose programs own q blocks, or kv blocks: with block lists and the order of
     packed tiles. blocks: BLOCK_Q and BLOCK_K; reads: whether it reads enough scores for tables of distances."""
     mask = block_lists.device_args(call, launches, *blocks, by_keys)

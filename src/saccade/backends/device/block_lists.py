@@ -130,15 +130,9 @@ def build(call: Call, launches: Launches, block_q: int, block_k: int, by_keys: b
 
 
 def lists_launch(
-    call: Call,
-    launches: Launches,
-    states: Tensor,
-    index: Tensor,
-    count: Tensor,
-    blocks: tuple[int, int],
-    by_keys: bool,
-    table: Tensor | None,
-) -> GivenLaunch:
+    call: Call, launches: Launches, states: Tensor, index: Tensor, count: Tensor, blocks: tuple[int, int],
+    by_keys: bool, table: Tensor | None,
+) -> GivenLaunch:  # fmt: skip
     """The kernel that fills index and count, and its arguments. The lists of packed sequences are in the order of the
     table: see `block_lists_kernel.block_number`."""
     b, h, n_q, n_k = states.shape

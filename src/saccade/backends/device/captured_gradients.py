@@ -188,13 +188,9 @@ BLOCK = 1024
 
 
 def gradients(
-    call: Call,
-    launches: Launches,
-    saved: Saved,
-    fast: bool = False,
-    biases: BiasSums | None = None,
+    call: Call, launches: Launches, saved: Saved, fast: bool = False, biases: BiasSums | None = None,
     made: Mapping[int, Tensor] = MappingProxyType({}),
-) -> Sequence[Tensor | None]:
+) -> Sequence[Tensor | None]:  # fmt: skip
     """Of each of the score's tensors, in its dtype, or None where it is not wanted. `fast` is as `scores.device_args`
     says; biases: what the main kernel has added up already; made: gradients that it has stored, by the tensors'
     numbers.
@@ -272,14 +268,9 @@ def results_launch(launches: Launches, made: Tensor) -> Launch:
 
 
 def _accumulate(
-    call: Call,
-    launches: Launches,
-    saved: Saved,
-    wanted: Sequence[bool],
-    alone: frozenset[int],
-    fast: bool,
+    call: Call, launches: Launches, saved: Saved, wanted: Sequence[bool], alone: frozenset[int], fast: bool,
     biases: BiasSums | None,
-) -> Accumulate:
+) -> Accumulate:  # fmt: skip
     if call.scoreless:
         return lambda add, sums: None
     blocks, operands = recompute_blocks(call), tensors(call, launches, saved)

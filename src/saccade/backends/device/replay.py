@@ -48,15 +48,10 @@ class Replay:
     """Does a call again for other tensors of the same key."""
 
     def __init__(
-        self,
-        device: torch.device,
-        results: Sequence[_Result | None],
-        workspace: int,
-        early: Sequence[PackedLaunch | Fill],
-        launches: Sequence[PackedLaunch | Fill],
-        counter: Callable[[torch.device], Tensor] | None,
-        kept: Sequence[Tensor],
-    ) -> None:
+        self, device: torch.device, results: Sequence[_Result | None], workspace: int,
+        early: Sequence[PackedLaunch | Fill], launches: Sequence[PackedLaunch | Fill],
+        counter: Callable[[torch.device], Tensor] | None, kept: Sequence[Tensor],
+    ) -> None:  # fmt: skip
         self.device, self.index, self.counter = device, device.index or 0, counter
         self.results, self.workspace, self.early, self.launches = results, workspace, early, launches
         self.kept, self.kept_at = kept, [x.data_ptr() for x in kept]
@@ -352,12 +347,9 @@ class Encoding(NamedTuple):
 
 
 def packed(
-    compiled: Any,
-    grid: tuple[int, int, int],
-    arguments: Sequence[Any],
-    encodings: Sequence[Encoding],
+    compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], encodings: Sequence[Encoding],
     slot: Callable[[Tensor], Slot | None],
-) -> PackedLaunch | None:
+) -> PackedLaunch | None:  # fmt: skip
     """The launch of a compiled kernel with these arguments, of which tensors are found by their places; None where
     Triton's own launcher has to do it. encodings: of the arguments that are descriptors, in their order."""
     run, metadata = compiled.run, compiled.metadata
@@ -413,14 +405,9 @@ class PackedLaunch:
     """A launch but for its stream and its addresses."""
 
     def __init__(
-        self,
-        compiled: Any,
-        sizes: Sequence[int],
-        chained: bool,
-        values: bytes,
-        cells: Sequence[tuple[int, Slot]],
+        self, compiled: Any, sizes: Sequence[int], chained: bool, values: bytes, cells: Sequence[tuple[int, Slot]],
         maps: Sequence[tuple[int, bytes, Slot]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """values: the parameters, 8 bytes each; of an address, or a tensor map of one, any. cells: which of them are
         addresses, and of what. maps: the same for tensor maps, with their bytes."""
         self.compiled, self.sizes, self.chained = compiled, sizes, chained

@@ -192,24 +192,9 @@ def _turn(made, new, page, row, at, h, live, angles, factor, shape):
 
 @triton.jit(do_not_specialize=["h_k", "h_q", "s"])
 def append_kernel(
-    k_new,
-    v_new,
-    k_cache,
-    v_cache,
-    q,
-    q_out,
-    starts,
-    used,
-    slots,
-    positions,
-    pages,
-    angles,
-    descale,
-    h_k,
-    h_q,
-    s,
+    k_new, v_new, k_cache, v_cache, q, q_out, starts, used, slots, positions, pages, angles, descale, h_k, h_q, s,
     shape,
-):
+):  # fmt: skip
     """TensorArgs (b, h, s, d), caches (pages, h_k, page_size, d); q and q_out: or None. Rows go where `slots` says, one
     for each, whose positions are `positions`, or None; or, if slots is None, after the `used` ones of their sequences.
     starts: where each sequence of new rows begins, (sequences + 1,), or None: all have s. The rest has no page.

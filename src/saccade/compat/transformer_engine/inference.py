@@ -127,22 +127,12 @@ class InferenceParams:
     """
 
     def __init__(
-        self,
-        max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int | None = None,
-        head_dim_k: int | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim_v: int | None = None,
-        is_paged: bool = False,
-        total_num_pages: int | None = None,
-        page_size: int | None = None,
-        max_ctx_len: int | None = None,
-        qkv_format: str = "bshd",
-        custom_cache_manager: Any = None,
-        *,
+        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None,
+        head_dim_k: int | None = None, dtype: torch.dtype | None = None, head_dim_v: int | None = None,
+        is_paged: bool = False, total_num_pages: int | None = None, page_size: int | None = None,
+        max_ctx_len: int | None = None, qkv_format: str = "bshd", custom_cache_manager: Any = None, *,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if custom_cache_manager is not None:
             raise Unsupported("InferenceParams: omit custom_cache_manager: the caches are saccade's own")
         if num_heads_kv is None or head_dim_k is None or not isinstance(dtype, torch.dtype):

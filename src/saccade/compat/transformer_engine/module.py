@@ -211,33 +211,15 @@ class DotProductAttention(torch.nn.Module):
     softmax_offset: Tensor | None
 
     def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        softcap: float = 0.0,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool | None = False,
-        name: str | None = None,
-        *,
-        backend: str = "auto",
-    ) -> None:
+        self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None, softcap: float = 0.0,
+        sequence_parallel: bool = False, tp_size: int = 1, get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None, layer_number: int | None = None, attention_type: str = "self", cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None, cp_stream: Any = None, cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None, softmax_type: str = "vanilla", return_max_logit: bool | None = False,
+        name: str | None = None, *, backend: str = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.head_dims = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
         if len(self.head_dims) != 2:

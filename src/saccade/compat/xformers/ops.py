@@ -164,16 +164,9 @@ def _added(t: Tensor, q: Tensor) -> ScoreMod:
 
 
 def memory_efficient_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
+    op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """`dropout(softmax(scale q k^T + attn_bias)) v`, as xformers' function of this name.
 
     Args:
@@ -215,32 +208,18 @@ def memory_efficient_attention(
 
 
 def memory_efficient_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
+    op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """`memory_efficient_attention` without gradients."""
     with torch.no_grad():
         return memory_efficient_attention(query, key, value, attn_bias, p, scale, output_dtype=output_dtype)
 
 
 def memory_efficient_attention_forward_requires_grad(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, p: float = 0.0, scale: float | None = None, *,
+    op: Any = None, output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out, and the LSE that `memory_efficient_attention_backward` takes: (b, h_q, s_q), or (b, groups, h, s_q); of
     sequences end to end (1, h_q, t_q).
 
@@ -260,18 +239,9 @@ def memory_efficient_attention_forward_requires_grad(
 
 
 def memory_efficient_attention_backward(
-    grad: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None,
+    p: float = 0.0, scale: float | None = None, *, op: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value, of their shapes.
 
     Args:

@@ -26,25 +26,12 @@ REFUSED = frozenset(("head_mask", "layer_head_mask", "indices", "block_indices",
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: StructuredMask | BlockMask | Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    cache: Any = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Any = None,
-    context: ContextPlan | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: StructuredMask | BlockMask | Tensor | None, dropout: float = 0.0, scaling: float | None = None, *,
+    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Any = None, context: ContextPlan | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """`out = dropout(softmax(mask(softcap(scaling q k^T) + position_bias), with s_aux)) v`.
 
     Args:

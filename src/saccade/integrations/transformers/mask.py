@@ -264,17 +264,10 @@ class StructuredMask(BlockMask):
 
 
 def attention_mask_of(
-    batch_size: int,
-    q_length: int | None = None,
-    kv_length: int = 0,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    cache_position: Tensor | None = None,
-    device: torch.device | str | None = None,
-    **others: Any,
-) -> StructuredMask:
+    batch_size: int, q_length: int | None = None, kv_length: int = 0, q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0, mask_function: Any = None, attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None, device: torch.device | str | None = None, **others: Any,
+) -> StructuredMask:  # fmt: skip
     """The mask function that transformers calls once in a forward, for each kind of layer.
 
     Args:

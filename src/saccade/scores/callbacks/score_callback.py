@@ -159,11 +159,9 @@ class CallbackMod(ScoreMod):
 
 
 def score_callback(
-    score_mod: Callback,
-    score_mod_bprop: Callback | None = None,
-    score_mod_tensors: Tensors | None = None,
+    score_mod: Callback, score_mod_bprop: Callback | None = None, score_mod_tensors: Tensors | None = None,
     score_mod_bprop_tensors: Tensors | None = None,
-) -> ScoreMod:
+) -> ScoreMod:  # fmt: skip
     """`score -> score_mod(graph, score, tensors)`: a callback that builds a cuDNN graph, as a `ScoreMod` for
     `attention`, on every backend and without cuDNN.
 

@@ -502,13 +502,9 @@ class Raw:
     tensors alone, `number` on numbers alone."""
 
     def __init__(
-        self,
-        run: Callable[..., tuple[Any, ...]],
-        tile: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        numbers: Sequence[Tensor],
-        tracer: Tracer | None = None,
-    ) -> None:
+        self, run: Callable[..., tuple[Any, ...]], tile: Sequence[Tensor], tensors: Sequence[Tensor],
+        numbers: Sequence[Tensor], tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
         self.inputs = len(tensors), len(numbers)
         with torch.no_grad():
             graph = (tracer or Tracer()).trace(run, [*tile, *tensors, *numbers])

@@ -157,9 +157,7 @@ CHUNK = 16
 """Q blocks of one program."""
 
 
-@gluon.jit(
-    do_not_specialize=["blocks", "q_blocks", "heads", "s_q", "s_k", "stride_b", "stride_h", "stride_s"],
-)
+@gluon.jit(do_not_specialize=["blocks", "q_blocks", "heads", "s_q", "s_k", "stride_b", "stride_h", "stride_s"])
 def clear_kernel(
     gradient, mask, span_q, span_k, blocks, q_blocks, heads, s_q, s_k, stride_b, stride_h, stride_s,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr,

@@ -110,17 +110,10 @@ def workspace(
 
 
 def arguments(
-    call: Call,
-    plan: BackwardPlan,
-    saved: Saved,
-    gradients: tuple[Tensor, ...],
-    space: tuple[Any, ...],
-    mask: masks.DeviceMask,
-    spans: tuple[Any, Any],
-    tables: Sequence[Any] = (),
-    biases: BiasSums | None = None,
+    call: Call, plan: BackwardPlan, saved: Saved, gradients: tuple[Tensor, ...], space: tuple[Any, ...],
+    mask: masks.DeviceMask, spans: tuple[Any, Any], tables: Sequence[Any] = (), biases: BiasSums | None = None,
     captured: BackwardCapture | None = None,
-) -> Iterator[tuple[Any, ...]]:
+) -> Iterator[tuple[Any, ...]]:  # fmt: skip
     """What the plan's launches take, one after the other, so that a kernel runs while the host prepares the next
     one. `gradients`: dq, the shares' dk and dv, and their sums."""
     scale, (dq, dk, dv, *whole), (neg_delta, neg_lse, dq_accum, semaphore, drawn, delta) = call.scale, gradients, space

@@ -177,14 +177,9 @@ class BackwardPlan:
 
     @staticmethod
     def of(
-        call: Call,
-        dout: Tensor,
-        out: Tensor,
-        gradients: tuple[Tensor, ...],
-        processors: int,
-        config: BackwardConfig,
+        call: Call, dout: Tensor, out: Tensor, gradients: tuple[Tensor, ...], processors: int, config: BackwardConfig,
         captured: BackwardCapture | None = None,
-    ) -> BackwardPlan:
+    ) -> BackwardPlan:  # fmt: skip
         q, k, v = call.q, call.k, call.v
         b, h_q, s_q, d = q.shape
         h_k, s_k, d_v = k.shape[1], k.shape[2], v.shape[3]

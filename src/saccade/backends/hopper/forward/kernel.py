@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from saccade.backends.device.positions import is_packed, numbered
 from saccade.backends.device.tiles import used_length
@@ -30,15 +26,7 @@ from saccade.backends.hopper.forward.scores import (
     score_rule,
 )
 from saccade.backends.hopper.forward.transpose import transpose
-from saccade.backends.hopper.forward.work_item import (
-    BATCH,
-    KEYS,
-    NUMBERS,
-    USED,
-    TileScheduler,
-    tile_at,
-    work_item,
-)
+from saccade.backends.hopper.forward.work_item import BATCH, KEYS, NUMBERS, USED, TileScheduler, tile_at, work_item
 from saccade.backends.hopper.pipeline import (
     KEYS_EMPTY,
     VALUES_EMPTY,

@@ -154,18 +154,10 @@ def _merge(call: Call, launches: Launches, parts: PartTensors, outputs: Outputs)
 
 
 def arguments(
-    call: Call,
-    out: Tensor,
-    lse: Tensor | None,
-    max_scores: Tensor | None,
-    drawn: Tensor,
-    table: Tensor | None,
-    mask: masks.DeviceMask,
-    score: scores.DeviceScore,
-    parts: load.Parts | None = None,
-    captured: CapturedTile | None = None,
-    arrivals: Arrivals | None = None,
-) -> tuple[Any, ...]:
+    call: Call, out: Tensor, lse: Tensor | None, max_scores: Tensor | None, drawn: Tensor, table: Tensor | None,
+    mask: masks.DeviceMask, score: scores.DeviceScore, parts: load.Parts | None = None,
+    captured: CapturedTile | None = None, arrivals: Arrivals | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The kernel's arguments between the descriptors and the numbers. Packed queries have a table of their tiles. `lse`
     and `max_scores` are those of parts, if there are some."""
     sink = None if call.sink is None else call.sink.contiguous()

@@ -158,14 +158,9 @@ def merging(call: Call, launches: Launches, cut: Cut, key: tuple[Any, ...] = ())
 
 
 def arguments(
-    cache: Tensor,
-    results: tuple[Any, ...],
-    schedule: Schedule,
-    spans: tuple[Any, Any],
-    pages: load.Pages | None,
-    mask: masks.DeviceMask,
-    score: scores.DeviceScore,
-) -> tuple[Any, ...]:
+    cache: Tensor, results: tuple[Any, ...], schedule: Schedule, spans: tuple[Any, Any], pages: load.Pages | None,
+    mask: masks.DeviceMask, score: scores.DeviceScore,
+) -> tuple[Any, ...]:  # fmt: skip
     """What the kernel takes between its descriptors and the numbers; results: out, lse, max_scores, the parts of all
     three, the sink."""
     # Bulk copies would be of fewer rows than are swizzled together, or of numbers that are to be widened.
