@@ -98,15 +98,11 @@ class Support:
 
 
 EVERYTHING = Support(
-    devices=("any",),
-    dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"),
-    kv=("fp8_e4m3", "fp8_e5m2"),
-    layouts=("dense", "padded", "packed", "ranges", "paged"),
-    masks=MASKS,
-    scores=(ANY_SCORE,),
+    devices=("any",), dtypes=("fp16", "bf16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2"), kv=("fp8_e4m3", "fp8_e5m2"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"), masks=MASKS, scores=(ANY_SCORE,),
     flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
     max_d=1 << 20,
-)
+)  # fmt: skip
 """The calls that a backend of plain PyTorch operations runs."""
 
 

@@ -120,14 +120,10 @@ def in_reach(tiles, block, NEAR_Q: tl.constexpr, NEAR_K: tl.constexpr):
     first = within(first, tiles.first, tiles.end)
     end = within(end, first, tiles.end)
     return TileRange(
-        within(tiles.first, first, end),
-        within(tiles.core, first, end),
-        within(tiles.core_end, first, end),
-        within(tiles.end, first, end),
-        tiles.block_list,
-        within(tiles.near, first, end),
+        within(tiles.first, first, end), within(tiles.core, first, end), within(tiles.core_end, first, end),
+        within(tiles.end, first, end), tiles.block_list, within(tiles.near, first, end),
         within(tiles.near_end, first, end),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])

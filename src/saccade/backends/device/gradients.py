@@ -130,13 +130,8 @@ def sink_launch(launches: Launches, sink: Tensor, lse: Tensor, rows: Tensor, sig
     b, h_q, s_q = rows.shape
     launch = cached_launch(launches, "sink", lambda: Launch(sink_kernel, (h_q, 1, 1), (SINK_ROWS,), warps=8))
     return launch, (
-        sink,
-        lse,
-        rows,
-        dsink,
-        *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q, rows.stride(2))),
-        sign,
-    )
+        sink, lse, rows, dsink, *map(runtime_int, (*sink.stride(), h_q, s_q, b * s_q, rows.stride(2))), sign,
+    )  # fmt: skip
 
 
 SINK_ROWS = 4096

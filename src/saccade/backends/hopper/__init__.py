@@ -18,18 +18,11 @@ from saccade.util import hardware
 
 obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
-    devices=("sm90",),
-    dtypes=("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
-    layouts=("dense", "padded", "packed", "ranges", "paged"),
-    masks=MASKS,
-    scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "latent", "aligned"),
-    max_d=256,
-    kv=(RECORDS,),
-    wider=(("latent", *limits.DIMS),),
-    multiple_of=8,
-    needs=("aligned",),
-)
+    devices=("sm90",), dtypes=("fp16", "bf16", "fp8_e4m3", "fp8_e5m2"),
+    layouts=("dense", "padded", "packed", "ranges", "paged"), masks=MASKS, scores=(ANY_SCORE,),
+    flags=("sink", "dropout", "max_scores", "deterministic", "offsets", "block_scales", "latent", "aligned"), max_d=256,
+    kv=(RECORDS,), wider=(("latent", *limits.DIMS),), multiple_of=8, needs=("aligned",),
+)  # fmt: skip
 GRADIENT = replace(SUPPORT, dtypes=("fp16", "bf16"), kv=(), layouts=("dense", "padded", "packed"))
 
 WAITS_FOR_KEYS = True

@@ -23,17 +23,12 @@ MOST_SEQUENCES = 1 << 17
 """Whose offsets a program over pages reads at once."""
 obstacle, recorder = hardware.triton_obstacle, device.recorder
 SUPPORT = Support(
-    devices=("sm80+", "gfx90a", "gfx942", "gfx950"),
-    dtypes=("fp16", "bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
-    kv=("fp8_e4m3", "fp8_e5m2"),
-    layouts=("dense", "padded", "packed", "ranges", "paged"),
-    masks=MASKS,
+    devices=("sm80+", "gfx90a", "gfx942", "gfx950"), dtypes=("fp16", "bf16", "fp32", "fp8_e4m3", "fp8_e5m2"),
+    kv=("fp8_e4m3", "fp8_e5m2"), layouts=("dense", "padded", "packed", "ranges", "paged"), masks=MASKS,
     scores=(ANY_SCORE,),
-    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"),
-    max_d=512,
-    wider=(("paged", 576, 512), ("latent", 576, 512)),
-    needs_with=(("paged", "aligned"),),
-)
+    flags=("sink", "dropout", "deterministic", "max_scores", "offsets", "block_scales", "latent", "aligned"), max_d=512,
+    wider=(("paged", 576, 512), ("latent", 576, 512)), needs_with=(("paged", "aligned"),),
+)  # fmt: skip
 GRADIENT = replace(SUPPORT, layouts=("dense", "padded", "packed", "ranges"), dtypes=("fp16", "bf16", "fp32"), kv=())
 
 

@@ -159,13 +159,9 @@ class VLLMMetadataBuilder(_vllm.AttentionMetadataBuilder):
             )
         layout = Paged(given.block_table_tensor, given.seq_lens, given.query_start_loc, self.num_splits)
         return VLLMMetadata(
-            layout=layout,
-            causal=given.causal,
-            num_actual_tokens=given.num_actual_tokens,
-            max_query_len=given.max_query_len,
-            max_seq_len=given.max_seq_len,
-            slot_mapping=given.slot_mapping,
-        )
+            layout=layout, causal=given.causal, num_actual_tokens=given.num_actual_tokens,
+            max_query_len=given.max_query_len, max_seq_len=given.max_seq_len, slot_mapping=given.slot_mapping,
+        )  # fmt: skip
 
     def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> VLLMMetadata:
         """The same batch over another group's pages, with whatever vLLM has noted on it."""

@@ -523,35 +523,19 @@ def backward_kernel(
     # Of an item: both consumers, and the warps that send what they make, need the record.
     items = Slots(k_tiles, records, new_barriers(SLOTS + 1, 1), new_barriers(SLOTS, 4), SLOTS, NUMBERS, 1)
     shared = Shared(
-        new_ring(q_tiles, Q_EMPTY, 2, THREADS),
-        new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
-        items,
-        k_tiles,
-        v_tiles,
-        v_empty,
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
+        new_ring(q_tiles, Q_EMPTY, 2, THREADS), new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS), items, k_tiles, v_tiles,
+        v_empty, gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [2, BLOCK_Q], neg_delta_desc.layout),
         DSExchange(gl.allocate_shared_memory(DTYPE, [2, DS_SHAPE[0], DS_SHAPE[1]], DS), CAPTURED),
-        Outbox(dq_tiles, new_barriers(2, 1), BLOCK_Q == 64 and D_LAST == 64, DIRECT),
-        captured_tiles,
-        D_LAST,
-        DV_LAST,
-    )
+        Outbox(dq_tiles, new_barriers(2, 1), BLOCK_Q == 64 and D_LAST == 64, DIRECT), captured_tiles, D_LAST, DV_LAST,
+    )  # fmt: skip
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
     EXACT: gl.constexpr = scores.mask.exact and scores.mask.ordered and not scores.mask.bounded
     kv_blocks = KVBlocks(
-        scores.mask,
-        span_q,
-        span_k,
-        s_q,
-        s_k,
-        q_blocks,
-        BLOCK_Q,
-        BLOCK_K,
-        scores.score if scores.constant_beyond else None,
-        EDGES and EXACT,
-    )
+        scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK_Q, BLOCK_K,
+        scores.score if scores.constant_beyond else None, EDGES and EXACT,
+    )  # fmt: skip
     args = BackwardArgs(
         kv_blocks, scores.score, scores.scale, scores.dropout, dq_semaphore, group, h_q, FOLD, MASKED, AHEAD,
         scores.bias_sums, scores.captured, scores.gradient,

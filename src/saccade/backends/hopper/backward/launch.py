@@ -60,13 +60,9 @@ def backward(
         dout, out = bulk_rows(launches, saved.dout), bulk_rows(launches, saved.out)
         # What the compiled kernels depend on besides the Call's key.
         key = (
-            "backward",
-            saved.dlse is None,
-            call.scale > scores.LEAST_SCALE,
-            biases is None,
-            dout.stride(),
+            "backward", saved.dlse is None, call.scale > scores.LEAST_SCALE, biases is None, dout.stride(),
             out.stride(),
-        )
+        )  # fmt: skip
         key = *key, captured and captured.key
         plan = launches.get(key)
         config = BackwardConfig.of(q.shape[3], v.shape[3], captured is not None, is_plain(call))

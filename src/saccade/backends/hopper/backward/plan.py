@@ -262,19 +262,12 @@ class BackwardPlan:
         if divided > 1:
             launches = *launches, summing(call, divided)
         return BackwardPlan(
-            fold=fold,
-            constant_beyond=constant_beyond,
+            fold=fold, constant_beyond=constant_beyond,
             tight=config.stays and config.shared_bytes(call, captured is not None, False) > SHARED_BYTES,
-            launches=launches,
-            ranks=(b, kv_blocks, blocks) if in_order else None,
-            counters=2 * b * h_q * blocks,
-            rows=rows,
-            tiles=tiles,
-            records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
-            order=TileSchedulerArgs.of(b, h_k, divided, section, kv_blocks - late),
-            divided=divided,
-            direct=direct,
-        )
+            launches=launches, ranks=(b, kv_blocks, blocks) if in_order else None, counters=2 * b * h_q * blocks,
+            rows=rows, tiles=tiles, records=tuple(TensorArgs.of(x)[1:] for x in (dout, out, dq)),
+            order=TileSchedulerArgs.of(b, h_k, divided, section, kv_blocks - late), divided=divided, direct=direct,
+        )  # fmt: skip
 
 
 def clearing(call: Call, captured: BackwardCapture, config: BackwardConfig) -> TMALaunch:

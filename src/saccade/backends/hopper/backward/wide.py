@@ -461,15 +461,12 @@ def wide_backward_kernel(
     else:
         exchange = DSExchange(ds_tiles, False)
     shared = WideShared(
-        new_ring(q_tiles, Q_EMPTY, 2, THREADS),
-        new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
+        new_ring(q_tiles, Q_EMPTY, 2, THREADS), new_ring(dout_tiles, DOUT_EMPTY, 2, THREADS),
         gl.allocate_shared_memory(DTYPE, [slots(D), 1, 1, BLOCK_K, BLOCK], k_desc.layout),
-        gl.allocate_shared_memory(DTYPE, [slots(D_V), 1, 1, BLOCK_K, BLOCK], v_desc.layout),
-        kv_full,
+        gl.allocate_shared_memory(DTYPE, [slots(D_V), 1, 1, BLOCK_K, BLOCK], v_desc.layout), kv_full,
         gl.allocate_shared_memory(gl.float32, [2, BLOCK], neg_lse_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2, BLOCK], neg_delta_desc.layout),
-        exchange,
-    )
+        gl.allocate_shared_memory(gl.float32, [2, BLOCK], neg_delta_desc.layout), exchange,
+    )  # fmt: skip
     s_q = q_desc.shape[2]
     s_k = k_desc.shape[2]
     kv_blocks = KVBlocks(scores.mask, span_q, span_k, s_q, s_k, q_blocks, BLOCK, BLOCK_K, None, False)

@@ -548,29 +548,17 @@ def forward_kernel(
         raw = None
     pipe = Pipeline(
         Slots(q_tiles, records, new_barriers(SLOTS, 1), new_barriers(SLOTS, CONSUMERS), SLOTS, NUMBERS, CHUNKS),
-        Plans(new_barriers(RECORDS, 1)),
-        new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
-        new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS + 96 if TURNED else READERS),
-        Turns(shape.TURNS, CONSUMERS),
-        raw,
-        captured_tiles,
-        out_tiles,
-        shape,
-    )
+        Plans(new_barriers(RECORDS, 1)), new_ring(k_tiles, KEYS_EMPTY, STAGES, READERS),
+        new_ring(v_tiles, VALUES_EMPTY, STAGES, READERS + 96 if TURNED else READERS), Turns(shape.TURNS, CONSUMERS),
+        raw, captured_tiles, out_tiles, shape,
+    )  # fmt: skip
     REGISTERS: gl.constexpr = shape.REGISTERS
     LOADER_REGISTERS: gl.constexpr = shape.LOADER_REGISTERS
     if TURNED:
         gl.warp_specialize(
-            [
-                (consume, (0, args, pipe)),
-                (consume, (1, args, pipe)),
-                (transpose, (args, pipe)),
-                (schedule, (args, pipe)),
-                (load, (args, pipe)),
-            ],
-            [4, 4, 1, 1],
-            [REGISTERS, shape.TRANSPOSER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )
+            [ (consume, (0, args, pipe)), (consume, (1, args, pipe)), (transpose, (args, pipe)), (schedule, (args, pipe)), (load, (args, pipe)), ],
+            [4, 4, 1, 1], [REGISTERS, shape.TRANSPOSER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (schedule, (args, pipe)), (load, (args, pipe))],
@@ -579,13 +567,6 @@ def forward_kernel(
         )
     else:
         gl.warp_specialize(
-            [
-                (consume, (0, args, pipe)),
-                (consume, (1, args, pipe)),
-                (consume, (2, args, pipe)),
-                (schedule, (args, pipe)),
-                (load, (args, pipe)),
-            ],
-            [4, 4, 1, 1],
-            [REGISTERS, REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )
+            [ (consume, (0, args, pipe)), (consume, (1, args, pipe)), (consume, (2, args, pipe)), (schedule, (args, pipe)), (load, (args, pipe)), ],
+            [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip

@@ -75,13 +75,9 @@ def forward(
         score = score_args(call, distances, captured)
         # What is compiled for, and the Call's key does not hold.
         key = (
-            "forward",
-            lse,
-            score.identity.value,
-            score.linear.value,
-            score.large_scores.value,
+            "forward", lse, score.identity.value, score.linear.value, score.large_scores.value,
             score.constant_beyond.value,
-        )
+        )  # fmt: skip
         key = *key, captured and captured.key, arrivals is None
         cached = launches.get(key) if tile is None else None
         if cached is None:
