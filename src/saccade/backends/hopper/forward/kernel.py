@@ -554,19 +554,16 @@ def forward_kernel(
     )  # fmt: skip
     REGISTERS: gl.constexpr = shape.REGISTERS
     LOADER_REGISTERS: gl.constexpr = shape.LOADER_REGISTERS
-    if TURNED:
-        gl.warp_specialize(
-            [ (consume, (0, args, pipe)), (consume, (1, args, pipe)), (transpose, (args, pipe)), (schedule, (args, pipe)), (load, (args, pipe)), ],
-            [4, 4, 1, 1], [REGISTERS, shape.TRANSPOSER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
-    elif CONSUMERS == 2:
+    if CONSUMERS == 2 and not TURNED:
         gl.warp_specialize(
             [(consume, (0, args, pipe)), (consume, (1, args, pipe)), (schedule, (args, pipe)), (load, (args, pipe))],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
         )
     else:
-        gl.warp_specialize(
-            [ (consume, (0, args, pipe)), (consume, (1, args, pipe)), (consume, (2, args, pipe)), (schedule, (args, pipe)), (load, (args, pipe)), ],
-            [4, 4, 1, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        THIRD: gl.constexpr = shape.TRANSPOSER_REGISTERS if TURNED else REGISTERS
+        gl.warp_specialize([
+            (consume, (0, args, pipe)), (consume, (1, args, pipe)),
+            (transpose if TURNED else consume, (args, pipe) if TURNED else (2, args, pipe)),
+            (schedule, (args, pipe)), (load, (args, pipe)),
+        ], [4, 4, 1, 1], [REGISTERS, THIRD, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
