@@ -44,9 +44,6 @@ def _widest(call: Call) -> int:
     return max(block_d(call.q.shape[3]), block_d(call.v.shape[3]))
 
 
-# Helpers that the backwards of all kernel backends share.
-
-
 def aligned_rows(launches: Launches, x: Tensor) -> TensorArgs:
     """Rows that kernels read in pieces of 16 bytes; others are copied, padded. (Element by element they would be slow,
     and Triton 3.6 miscompiles some such tiles: notes/triton.md.)"""

@@ -97,9 +97,6 @@ def triton_backend() -> Any:
     return None if knobs.runtime.interpret else make_backend(cast(Any, driver.active.get_current_target()))
 
 
-# Launches of compiled kernels, for every backend that has them.
-
-
 @dataclass
 class Launch:
     """A kernel with all that every call of a Call's key shares. The first call compiles it."""

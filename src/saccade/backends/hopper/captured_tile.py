@@ -19,9 +19,6 @@ from saccade.call import Call
 from saccade.scores import Traced
 from saccade.util.memory_layout import ALIGNMENT, address
 
-# Captured tensors that have an element for each score, such as a learned bias (b, h, s_q, s_k), as bulk copies bring
-# them: tile by tile, beside the keys.
-
 
 class CapturedTile(NamedTuple):
     """One such tensor of a call."""

@@ -8,23 +8,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-@gluon.constexpr_function
-def _barrier_text(kind, threads):
-    return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"
+@gluon.jit
+def _run(text: gl.constexpr, number):
+    """Runs PTX that makes an int32 of an int32, wherever it stands."""
+    return gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _run_at(text: gl.constexpr, pointers):
+    """The same of addresses in global memory."""
+    address = pointers.to(gl.int64, bitcast=True)
+    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def barrier_sync(number, THREADS: gl.constexpr):
     """Waits at a named barrier for all of its THREADS."""
-    text: gl.constexpr = _barrier_text("sync", THREADS)
-    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = f"bar.sync $1, {THREADS}; mov.u32 $0, 0;"
+    _run(text, number)
 
 
 @gluon.jit
 def barrier_arrive(number, THREADS: gl.constexpr):
     """Counts this group in at a named barrier, without a wait."""
-    text: gl.constexpr = _barrier_text("arrive", THREADS)
-    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = f"bar.arrive $1, {THREADS}; mov.u32 $0, 0;"
+    _run(text, number)
 
 
 @gluon.constexpr_function
@@ -119,31 +127,14 @@ def fast_log2(x):
 def opaque(number):
     """An int32 of which the compiler knows nothing: of one that grows with a loop it keeps every sum with a constant,
     each in a register of its own."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
-    )
+    return _run("mov.b32 $0, $1;", number)
 
 
 @gluon.jit
 def uniform(number):
     """An int32 that all threads have, as one that ptxas knows to be the same in a warp: of what gl.min and gl.max make
     in Triton 3.9 it knows nothing, and a loop that such a number bounds has no uniform registers."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
-        "=r,r",
-        [gl.to_tensor(number)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.constexpr_function
-def _count_text(order):
-    return (
-        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
-        f"@chosen atom.global.{order}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
-    )
+    return _run("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", number)
 
 
 @gluon.jit
@@ -153,9 +144,11 @@ def count_up(counter, ORDER: gl.constexpr):
     gl.atomic_add hands its result round by way of shared memory, in a place that something else may have had
     (notes/gluon.md).
     """
-    text: gl.constexpr = _count_text(ORDER)
-    address = counter.to(gl.int64, bitcast=True)
-    return gl.inline_asm_elementwise(text, "=&r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = (
+        "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; mov.b32 $0, 0; "
+        f"@chosen atom.global.{ORDER}.gpu.add.u32 $0, [$1], 1; redux.sync.or.b32 $0, $0, 0xffffffff; }}"
+    )
+    return _run_at(text, counter)
 
 
 @gluon.constexpr_function
@@ -196,40 +189,31 @@ def wait_for_copies(done, number):
     _wait(done, number, "sys", "0x8000000", "trap")
 
 
-@gluon.constexpr_function
-def _written_text(but):
-    return f"cp.async.bulk.wait_group {but}; mov.u32 $0, 0;"
-
-
 @gluon.jit
 def wait_until_written(BUT: gl.constexpr):
     """Waits until this warp's bulk copies to global memory are there, all but the last BUT; tma.store_wait stops at
     their reads."""
-    text: gl.constexpr = _written_text(BUT)
-    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    text: gl.constexpr = f"cp.async.bulk.wait_group {BUT}; mov.u32 $0, 0;"
+    _run(text, 0)
 
 
 @gluon.jit
 def add_one(counter):
     """Adds 1 to an int32 in global memory, once for a warp, and waits for nothing."""
-    text: gl.constexpr = (
+    _run_at(
         "{ .reg .pred chosen; bar.warp.sync 0xffffffff; elect.sync _|chosen, 0xffffffff; "
-        "@chosen red.global.relaxed.gpu.add.u32 [$1], 1; mov.b32 $0, 0; }"
+        "@chosen red.global.relaxed.gpu.add.u32 [$1], 1; mov.b32 $0, 0; }",
+        counter,
     )
-    address = counter.to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def to_l2(pointers):
     """Begins to bring lines of global memory to the L2 cache."""
-    text: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    address = pointers.to(gl.int64, bitcast=True)
-    gl.inline_asm_elementwise(text, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    _run_at("prefetch.global.L2 [$1]; mov.u32 $0, 0;", pointers)
 
 
 @gluon.jit
 def fence_memory():
     """What this thread has written to global memory is there for all before anything that it does next."""
-    text: gl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    _run("fence.acq_rel.gpu; mov.u32 $0, 0;", 0)

@@ -174,8 +174,7 @@ class Consumer:
         -lse and bounds, of the q block `following`, if FOLD. BEYOND: it lies beyond the reach of the score's tables.
         Rows before ROW see none of the keys."""
         sums, neg_lse, bounds = state
-        dk = sums.dk
-        dv = sums.dv
+        dk, dv = sums.dk, sums.dv
         c: gl.constexpr = self.c
         shared = self.shared
         FOLD: gl.constexpr = self.args.FOLD
@@ -236,14 +235,12 @@ class Consumer:
         if self.dropout is not None:
             delta = gl.expand_dims(rows_from(shared.neg_delta.index(stage), ROW).load(columns), 0)
             ds = score_gradient(p, dp, delta, self.dropout.factor)
-            biases = self.add_biases(sums.biases, ds, h, q_block)
-            ds = ds.to(DTYPE)
         else:
             if not FOLD:
                 dp += gl.expand_dims(rows_from(shared.neg_delta.index(stage), ROW).load(columns), 0)
             ds = p * dp
-            biases = self.add_biases(sums.biases, ds, h, q_block)
-            ds = ds.to(DTYPE)
+        biases = self.add_biases(sums.biases, ds, h, q_block)
+        ds = ds.to(DTYPE)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
         if ROW > 0:
             shared.ds.tile(c, n).slice(0, ROW, 1).store(gl.zeros([64, ROW], DTYPE, product_layout(ROW)))
@@ -419,14 +416,12 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
         zero = thread_sums(gl.zeros([64, args.kv_blocks.BLOCK_Q], gl.float32, product_layout(args.kv_blocks.BLOCK_Q)))
         biases = zero, zero
     sums = consumer.steps(StepSums(dk, dv, biases))
-    dk = sums.dk
-    dv = sums.dv
     consumer.store_biases(sums.biases)
     shared.ds.take(c, end - 1)
     dq = consumer.issue_dq(end - 1)
     factor = 1.0 if dropout is None else dropout.factor
     block = read_record(shared.items, item, args.kv_blocks)  # once more: the loops need the registers
-    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, dv, factor, block)
+    store(consumer, dv_desc, None if packed is None else packed.dv, shared.v_tiles, v_slot, sums.dv, factor, block)
     dq = warpgroup_mma_wait(0, [dq])
     shared.outbox.claim(c, end - 1)
     shared.outbox.send(c, dq, args.scale)
@@ -439,7 +434,7 @@ def consume_item(c: gl.constexpr, dk_desc, dv_desc, packed, shared, args, dropou
     if shared.v_tiles.shape[0] == 1:
         tma.store_wait(0)
         mbarrier.arrive(shared.v_empty, count=1)
-    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, dk, args.scale, block)
+    store(consumer, dk_desc, None if packed is None else packed.dk, shared.k_tiles, slot, sums.dk, args.scale, block)
     if SLOTS == 1:  # the next item comes to the same place
         tma.store_wait(0)
         shared.items.release(item)

@@ -10,8 +10,6 @@ from saccade.call import Call
 from saccade.call.spec import EIGHT_BIT_WORDS, Spec
 from saccade.layouts import Paged
 
-# Schedules of the Hopper kernels: a measured table per GPU, and formulas where it is silent.
-
 SHARED_BYTES = 232_448
 """The shared memory of one program on sm_90."""
 

@@ -77,11 +77,10 @@ def store_whole(args, pipe, rows, item, b, first_row, there, stored, out, lse, t
     """Writes out, lse and max_scores of rows that have all of their keys."""
     corner = [b, item.h_k, item.in_group, item.row + first_row, 0]
     store_out(args, pipe, item.part, out, corner, stored - item.row)
+    offset = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
     if args.lse is not None:
-        offset = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
         gl.store(args.lse + offset, lse, mask=there)
     if args.max_scores is not None:
-        offset = (b.to(gl.int64) * (args.h_k * args.group) + rows.h) * args.s_q + first_row + rows.q_idx
         gl.store(args.max_scores + offset, top_score, mask=there)
 
 
