@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from saccade import Dense, Mask, Packed, attention, causal, interval, mask_mod, prefix, relative_bias, window
+from saccade import Dense, Mask, Packed, attention, causal, interval, mask_mod, prefix, relative_bias, softcap, window
 from saccade.backends.device import replay as launches
 from saccade.backends.hopper import tma_launch
 from saccade.backends.hopper.forward import work_item
@@ -292,6 +292,39 @@ def test_a_mask_that_starts_inside_of_64_keys(name: str, d: int) -> None:
     p = scores.masked_fill(~visible.any(1)[:, None], 0).softmax(-1).masked_fill(~visible, 0)
     for x, y in zip(found, torch.autograd.grad(p @ exact[2], exact, dout.double()), strict=True):
         assert (x.double() - y).norm() < 0.02 * y.norm()
+
+
+@pytest.mark.parametrize("sink", [None, -torch.inf, 0.5])
+@pytest.mark.parametrize(("cap", "scale"), [(5.0, -0.2), (5.0, 0.125), (1e30, 0.125), (0.0, 1e9)])
+def test_rows_without_keys_beside_large_factors(cap: float, scale: float, sink: float | None) -> None:
+    """What a row's maximum starts from, times a cap or a scale, is no infinity, of which a difference would be NaN."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, v = torch.randn(2, 1, 1, 9, 64, dtype=torch.bfloat16).unbind()
+    leaves = [q] if sink is None else [q, torch.tensor([sink], requires_grad=True)]
+    mask, score_mod = interval(None, torch.tensor([[9, 0, 3, 0]])), softcap(cap) if cap else None
+    with emulated():
+        out, lse = attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            score_mod=score_mod,
+            scale=scale,
+            sink=[*leaves, None][1],
+            backend="gluon",
+            return_lse=True,
+        )
+        gradients = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+    assert all(x.isfinite().all() for x in gradients)
+    x = q[0, 0, ::2].double() @ k[0, 0].double().T * scale
+    x = cap * torch.tanh(x / cap) if cap else x
+    x[1, 3:] = -torch.inf
+    extra = torch.full((2, 1), -torch.inf if sink is None else sink)
+    torch.testing.assert_close(lse[0, 0, ::2].double(), torch.cat([x, extra], 1).logsumexp(1), rtol=1e-3, atol=1e-3)
+    assert lse[0, 0, 1::2].tolist() == extra[:, 0].tolist()
+    assert not out[0, 0, 1::2].any()
+    assert not gradients[0][0, 0, 1::2].any()
 
 
 @pytest.mark.parametrize("s_k", [1153, 1217])

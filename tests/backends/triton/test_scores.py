@@ -67,6 +67,18 @@ def test_kernels_compute_with_tensors_without_dimensions_in_float32(dtype):
     torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e9, 1e20])
+def test_linear_scores_beside_a_large_scale(scale):
+    """What such a score adds is not divided by the scale there."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, s, 16).half() for s in (4, 9, 9))
+    _, lse = attention(
+        q, k, v, mask=causal(), score_mod=alibi(torch.ones(1)), scale=scale, backend="triton", return_lse=True
+    )
+    wanted = (q.double() @ k.double().mT * scale).masked_fill(~torch.ones(4, 9, dtype=torch.bool).tril(5), -torch.inf)
+    torch.testing.assert_close(lse.double(), wanted.logsumexp(-1), rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("name", ["relative_bias", "ids", "bias", "temperature"])
 def test_repeatable_gradients_of_captured_tensors(name):
     """Added up as integers; tables that end within reach and beyond it, and dropout besides."""

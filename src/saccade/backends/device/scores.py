@@ -22,8 +22,8 @@ from saccade.scores.codegen import source
 from saccade.scores.codegen.emitter import EmitOptions
 from saccade.scores.codegen.linear import has_plateaus, linear_source, plateau_source
 
-LEAST_SCALE = 1e-6
-"""Below, numbers that are divided by the scale may leave float32."""
+LEAST_SCALE, LARGEST_SCALE = 1e-6, 1e6
+"""Below, numbers that are divided by the scale may leave float32; above, those that it or a cap multiplies."""
 
 
 class DeviceScore(NamedTuple):
@@ -168,11 +168,19 @@ def unplaced(
     raise TypeError(f"no GPU code for {score!r}")
 
 
+def ordinary(call: Call) -> bool:
+    """Whether kernels may divide by the scale, and multiply by it and by a cap before they compare."""
+    cap = call.score.cap if isinstance(call.score, scores.Softcap) else 1.0
+    return LEAST_SCALE < call.scale < LARGEST_SCALE and cap < LARGEST_SCALE
+
+
 def without_shortcuts(score: DeviceScore) -> DeviceScore:
-    """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, or
-    that a score is linear."""
-    no = FLAGS[False]
-    return score._replace(identity=no, large_scores=FLAGS[True], linear=no, constant_beyond=no)
+    """The same for kernels that would take short cuts with it: that a row's largest product is its largest score, that
+    a score is linear, or that a factor comes last."""
+    no, yes = FLAGS[False], FLAGS[True]
+    return score._replace(
+        identity=no, parts=_SAME.parts, core=score.apply, large_scores=yes, linear=no, constant_beyond=no
+    )
 
 
 def unit(score: scores.Score | None) -> float:

@@ -152,8 +152,8 @@ def rising(call: Call) -> bool:
     """Whether the largest product is the largest score, as the scale is not negative, and it was measured to pay: wider
     heads were 1 % slower. What functions add is divided by the scale."""
     q, v = call.q, call.v
-    least = 0 if call.score is None else scores.LEAST_SCALE
-    return call.scale >= least and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
+    ordered = call.scale >= 0 if call.score is None else scores.ordinary(call)
+    return ordered and q.dtype.itemsize == 2 and max(q.shape[3], v.shape[3]) <= WIDE // 2
 
 
 def _config(kernel: str, call: Call) -> TileConfig:

@@ -60,7 +60,7 @@ def backward(
         dout, out = bulk_rows(launches, saved.dout), bulk_rows(launches, saved.out)
         # What the compiled kernels depend on besides the Call's key.
         key = (
-            "backward", saved.dlse is None, call.scale > scores.LEAST_SCALE, biases is None, dout.stride(),
+            "backward", saved.dlse is None, scores.ordinary(call), biases is None, dout.stride(),
             out.stride(),
         )  # fmt: skip
         key = *key, captured and captured.key

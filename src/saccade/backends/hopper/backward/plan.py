@@ -55,7 +55,7 @@ turns (notes/distributed.md)."""
 
 
 def has_plain_scores(call: Call) -> bool:
-    return call.score is None and call.dropout is None and call.scale > scores.LEAST_SCALE
+    return call.score is None and call.dropout is None and scores.ordinary(call)
 
 
 def is_plain(call: Call) -> bool:

@@ -320,6 +320,6 @@ def busy_rows(call: Call, consumers: int, processors: int) -> float:
 
 def score_args(call: Call, tables: Sequence[Any] = (), captured: CapturedTile | None = None) -> scores.DeviceScore:
     """The device form of the score. The kernel takes a row's largest product for its largest score, which only a
-    positive scale allows, and divides by it what is added; any other goes the way of a modification."""
+    positive scale allows, and divides by it what is added; others go the way of a modification: `scores.ordinary`."""
     score = scores.device_args(call, fast=True, tables=tables, tma_tile=captured and captured.number)
-    return score if call.scale > scores.LEAST_SCALE else scores.without_shortcuts(score)
+    return score if scores.ordinary(call) else scores.without_shortcuts(score)
