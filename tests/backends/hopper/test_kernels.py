@@ -98,7 +98,6 @@ def test_blocks_that_come_last(late: int, d: int, h_q: int, monkeypatch: pytest.
         check(given.q, given.k, given.v, backend="gluon", **given.keywords).assert_ok()
 
 
-@pytest.mark.parametrize("long", [1, 8192])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     ("mask", "h_q", "s_q", "s_k"),
@@ -108,12 +107,9 @@ def test_blocks_that_come_last(late: int, d: int, h_q: int, monkeypatch: pytest.
     ],
     ids=repr,
 )  # fmt: skip
-def test_steps_at_the_edges(
-    mask: Any, h_q: int, s_q: int, s_k: int, d: int, long: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_steps_at_the_edges(mask: Any, h_q: int, s_q: int, s_k: int, d: int) -> None:
     """Rows that see none of a consumer's keys, or all of them, where others of the kv block have the mask; the last of
-    keys that are no multiple of 128 belong to one consumer alone, or to both. At d = 64 long rows have other steps."""
-    monkeypatch.setattr(plan, "LONG_ROWS", long)
+    keys that are no multiple of 128 belong to one consumer alone, or to both."""
     torch.manual_seed(0)
     q = torch.randn(1, h_q, s_q, d, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 2, s_k, d, dtype=torch.bfloat16).unbind()

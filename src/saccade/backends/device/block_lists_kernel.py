@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.positions import blocks_before, extent, is_packed, tile_of
-from saccade.backends.device.records import aggregate, plain_int
+from saccade.backends.device.records import aggregate, plain_int, sees
 from saccade.backends.device.tiles import tile_range, used_length, visible
 from saccade.masks import FULL, PARTIAL
 from saccade.masks import TILE as MASK_TILE
@@ -136,7 +136,7 @@ def _listed(lists, b, h, block, tile, rows, keys, off, AT_ONCE: tl.constexpr):
     n = tl.arange(0, AT_ONCE * lists.KEYS)
     kv_idx = (tile + n // lists.KEYS) * TILE + n % lists.KEYS * ((TILE - 1) // (lists.KEYS - 1))
     kv_idx = tl.minimum(kv_idx, tl.maximum(keys - 1, 0))
-    seen = lists.mask.sees(lists.mask.data, b, h, q_idx[:, None], kv_idx[None, :], off)
+    seen = sees(lists.mask, b, h, q_idx[:, None], kv_idx[None, :], off)
     # [AT_ONCE]
     count = tl.sum(tl.reshape(tl.sum(seen.to(tl.int32), 0), [AT_ONCE, lists.KEYS]), 1)
     return count > 0, count == lists.ROWS * lists.KEYS

@@ -1,9 +1,10 @@
 """Masks on the device: the same expression as `saccade.masks`, as a record of functions and their data.
 
 Every mask has three functions. `keys_of` gives each query row its hull `[lo, hi)` and core `[core_lo, core_hi)` of
-keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise. Combinations call the
-functions of their parts, so a new leaf is three functions and a line in `device_args`. A predicate is not an interval:
-its hull is everything, and block lists take the place of both (`block_lists.py`).
+keys; `rows_of` gives each key the same of query rows; `sees` decides one tile elementwise, where the hull is not the
+whole truth. Combinations call the functions of their parts, so a new leaf is three functions and a line in
+`device_args`. A predicate is not an interval: its hull is everything, and block lists take the place of both
+(`block_lists.py`).
 """
 
 # pyright: reportCallIssue=false
@@ -31,7 +32,7 @@ class DeviceMask(NamedTuple):
     rows_of: Any
     """(data, b, kv_idx, off) -> lo, hi, core_lo, core_hi, each of kv_idx's shape"""
     sees: Any
-    """(data, b, h, q_idx, kv_idx, off) -> bool, broadcast"""
+    """(data, b, h, q_idx, kv_idx, off) -> bool, broadcast; None of an `exact` mask, whose hull says it"""
     exact: Any
     """constexpr: the hull is the whole truth"""
     data: tuple
@@ -56,11 +57,6 @@ def _all_of(data, b, idx, off):
 
 
 @triton.jit
-def _all_sees(data, b, h, q_idx, kv_idx, off):
-    return (q_idx >= 0) & (kv_idx >= 0)
-
-
-@triton.jit
 def _open_of(data, b, idx, off):
     # Anything may be visible, and nothing is known to be.
     return idx * 0, idx * 0 + FAR, idx * 0, idx * 0
@@ -68,7 +64,7 @@ def _open_of(data, b, idx, off):
 
 @triton.jit
 def _not_sees(data, b, h, q_idx, kv_idx, off):
-    return data[0].sees(data[0].data, b, h, q_idx, kv_idx, off) == 0
+    return records.sees(data[0], b, h, q_idx, kv_idx, off) == 0
 
 
 @triton.jit
@@ -83,12 +79,6 @@ def _window_rows(data, b, kv_idx, off):
     lo = kv_idx - off - plain_int(data[1])
     hi = kv_idx - off + plain_int(data[0]) + 1
     return lo, hi, lo, hi
-
-
-@triton.jit
-def _window_sees(data, b, h, q_idx, kv_idx, off):
-    distance = kv_idx - q_idx - off
-    return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
 
 
 @triton.jit
@@ -115,11 +105,6 @@ def _prefix_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _prefix_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx < plain_int(data[0])) | (kv_idx <= q_idx + off)
-
-
-@triton.jit
 def _prefixes_keys(data, b, q_idx, off):
     return _anchored_keys(tl.load(data[0] + b).to(tl.int32), q_idx, off)
 
@@ -127,11 +112,6 @@ def _prefixes_keys(data, b, q_idx, off):
 @triton.jit
 def _prefixes_rows(data, b, kv_idx, off):
     return _anchored_rows(tl.load(data[0] + b).to(tl.int32), kv_idx, off)
-
-
-@triton.jit
-def _prefixes_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx < tl.load(data[0] + b).to(tl.int32)) | (kv_idx <= q_idx + off)
 
 
 @triton.jit
@@ -170,8 +150,8 @@ def _and_rows(data, b, kv_idx, off):
 
 @triton.jit
 def _and_sees(data, b, h, q_idx, kv_idx, off):
-    first = data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
-    return first & data[1].sees(data[1].data, b, h, q_idx, kv_idx, off)
+    first = records.sees(data[0], b, h, q_idx, kv_idx, off)
+    return first & records.sees(data[1], b, h, q_idx, kv_idx, off)
 
 
 @triton.jit
@@ -190,8 +170,8 @@ def _or_rows(data, b, kv_idx, off):
 
 @triton.jit
 def _or_sees(data, b, h, q_idx, kv_idx, off):
-    first = data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
-    return first | data[1].sees(data[1].data, b, h, q_idx, kv_idx, off)
+    first = records.sees(data[0], b, h, q_idx, kv_idx, off)
+    return first | records.sees(data[1], b, h, q_idx, kv_idx, off)
 
 
 @triton.jit
@@ -213,13 +193,13 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
     return hull_lo, hull_hi, tl.where(longer, core_lo, core_lo2), tl.where(longer, core_hi, core_hi2)
 
 
-_WINDOW = constants(_window_keys, _window_rows, _window_sees, True)
-_PREFIX = constants(_prefix_keys, _prefix_rows, _prefix_sees, True)
-_PREFIXES = constants(_prefixes_keys, _prefixes_rows, _prefixes_sees, True)
-_CONSTANT_INTERVAL = constants(records.constant_keys, records.constant_rows, records.constant_sees, True)
+_WINDOW = constants(_window_keys, _window_rows, None, True)
+_PREFIX = constants(_prefix_keys, _prefix_rows, None, True)
+_PREFIXES = constants(_prefixes_keys, _prefixes_rows, None, True)
+_CONSTANT_INTERVAL = constants(records.constant_keys, records.constant_rows, None, True)
 # Tensors lead from rows to keys alone: `visits.py` turns that round for kernels whose programs own keys.
-_INTERVAL = constants(records.interval_keys, _open_of, records.interval_sees, True)
-_STOPS = constants(records.stop_keys, _open_of, records.stop_sees, True)
+_INTERVAL = constants(records.interval_keys, _open_of, None, True)
+_STOPS = constants(records.stop_keys, _open_of, None, True)
 _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
@@ -227,8 +207,8 @@ _LISTED = constants(_open_of, _open_of, key_lists.named, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
-_INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, positions.shifted_sees)
-_ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), has_lower_bound=FLAGS[False])
+_INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, None)
+_ALL = DeviceMask(*constants(_all_of, _all_of, None, True), (), has_lower_bound=FLAGS[False])
 
 
 def device_args(call: Call) -> DeviceMask:

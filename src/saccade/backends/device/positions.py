@@ -13,7 +13,17 @@ from torch import Tensor
 
 from saccade.backends import Launches
 from saccade.backends.device.launch import GivenLaunch, Launch, cached_launch
-from saccade.backends.device.records import FAR, FARTHEST, FLAGS, Bound, constants, number_at, plain_int, runtime_int
+from saccade.backends.device.records import (
+    FAR,
+    FARTHEST,
+    FLAGS,
+    Bound,
+    constants,
+    number_at,
+    plain_int,
+    runtime_int,
+    sees,
+)
 from saccade.call import Call
 from saccade.scores import LONGEST as _LONGEST
 
@@ -152,14 +162,13 @@ def placed_rows(data, b, kv_idx, off):
 
 @triton.jit
 def placed_sees(data, b, h, q_idx, kv_idx, off):
-    p = row_position(data[1].q, b, q_idx)
-    return data[0].sees(data[0].data, b, h, p, kv_idx + first_key(data[1].k, b), 0)
+    return sees(data[0], b, h, row_position(data[1].q, b, q_idx), kv_idx + first_key(data[1].k, b), 0)
 
 
 @triton.jit
 def function_sees(data, b, h, q_idx, kv_idx, off):
     p, r = function_positions(data[1], b, q_idx, kv_idx)
-    return data[0].sees(data[0].data, b, h, p, r, 0)
+    return sees(data[0], b, h, p, r, 0)
 
 
 # The same of intervals, whose bounds are of rows, wherever these stand.
@@ -175,11 +184,6 @@ def shifted_keys(data, b, q_idx, off):
 @triton.jit
 def shifted_rows(data, b, kv_idx, off):
     return data[0].rows_of(data[0].data, b, kv_idx + first_key(data[1].k, b), 0)
-
-
-@triton.jit
-def shifted_sees(data, b, h, q_idx, kv_idx, off):
-    return data[0].sees(data[0].data, b, h, q_idx, kv_idx + first_key(data[1].k, b), 0)
 
 
 # Where the rows of each sequence are, in every layout, and the order in which the tiles of packed ones are worked on.

@@ -186,20 +186,10 @@ def interval_keys(data, b, q_idx, off):
 
 
 @triton.jit
-def interval_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx >= bound_of(data[0], b, q_idx)) & (kv_idx < bound_of(data[1], b, q_idx))
-
-
-@triton.jit
 def stop_keys(data, b, q_idx, off):
     stop = bound_of(data[0], b, q_idx)
     start = stop * 0 - FARTHEST
     return start, stop, start, stop
-
-
-@triton.jit
-def stop_sees(data, b, h, q_idx, kv_idx, off):
-    return (kv_idx >= -FARTHEST) & (kv_idx < bound_of(data[0], b, q_idx))
 
 
 @triton.jit
@@ -218,6 +208,10 @@ def constant_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def constant_sees(data, b, h, q_idx, kv_idx, off):
-    r = kv_idx + FARTHEST
-    return (r >= plain_int(data[0])) & (r < plain_int(data[1])) & (q_idx == q_idx)
+def sees(mask, b, h, q_idx, kv_idx, off):
+    """Which rows see which keys, in use or not, by a part of a mask or all of it. q_idx and kv_idx broadcast."""
+    if mask.exact:
+        lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, off)
+        return (kv_idx >= lo) & (kv_idx < hi)
+    else:
+        return mask.sees(mask.data, b, h, q_idx, kv_idx, off)

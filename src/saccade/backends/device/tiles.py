@@ -92,9 +92,19 @@ def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
-    """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast."""
-    inside = (q_idx < rows) & (kv_idx < keys)
-    return inside & mask.sees(mask.data, b, h, q_idx, kv_idx, off)
+    """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast. An exact
+    mask leaves a comparison or two with what each row computes once, or each key where tiles are transposed."""
+    TRANSPOSED: tl.constexpr = len(kv_idx.shape) == 2 and kv_idx.shape[1] == 1
+    if mask.exact and mask.ordered and TRANSPOSED:
+        lo, hi, _, _ = mask.rows_of(mask.data, b, kv_idx, off)
+        seen = (q_idx < rows) & (kv_idx < keys) & (q_idx >= lo)
+        return seen & (q_idx < hi) if mask.has_lower_bound else seen
+    elif mask.exact:
+        lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, off)
+        seen = kv_idx < tl.where(q_idx < rows, tl.minimum(hi, keys), 0)
+        return seen & (kv_idx >= lo) if mask.has_lower_bound else seen
+    else:
+        return (q_idx < rows) & (kv_idx < keys) & mask.sees(mask.data, b, h, q_idx, kv_idx, off)
 
 
 @triton.jit

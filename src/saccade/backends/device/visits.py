@@ -25,7 +25,7 @@ from saccade.backends.device import positions
 from saccade.backends.device.launch import Launch, cached_launch
 from saccade.backends.device.masks import DeviceMask
 from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, tile_of
-from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int
+from saccade.backends.device.records import FAR, FLAGS, plain_int, runtime_int, sees
 from saccade.call import Call
 from saccade.masks import TILE as MASK_TILE
 
@@ -70,7 +70,7 @@ def _rows_of(data, b, kv_idx, off):
 
 @triton.jit
 def _sees(data, b, h, q_idx, kv_idx, off):
-    return data[0].sees(data[0].data, b, h, q_idx, kv_idx, off)
+    return sees(data[0], b, h, q_idx, kv_idx, off)
 
 
 @triton.jit(do_not_specialize=["s_q", "s_k", "n_q", "blocks"])

@@ -145,7 +145,8 @@ def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> L
     constants: tuple[Any, ...] = (shape,)
     if name == "forward":
         constants += descale.products(call), FLAGS[rising(call)]
-    return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages)
+    registers = tile.registers if call.score is None and call.dropout is None else None
+    return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages, registers=registers)
 
 
 def rising(call: Call) -> bool:

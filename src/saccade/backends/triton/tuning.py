@@ -16,6 +16,10 @@ from saccade.call import Call
 SHARED_BYTES = 227 << 10
 """The shared memory of one program on the largest GPU. A candidate that fails on a smaller one is passed over."""
 
+LIMITS, ADDRESSES = {"forward": 128, "dq": 168}, 64
+"""Registers of a thread with which four programs of four warps fit a multiprocessor, or three; what a thread has
+besides its numbers of tiles."""
+
 
 class TritonTuneRow(TuneRow):
     """Forward, `dkdv` or `dq`."""
@@ -49,6 +53,9 @@ class TritonTuneRow(TuneRow):
                         shared = size * (d + d_v) * (streamed * buffers + resident * (products - 1))
                         if shared <= SHARED_BYTES and 32 <= registers <= 200:
                             yield TileConfig(block_q, block_k, warps, stages, columns=columns)
+                            limit = LIMITS.get(self.kernel, 0)
+                            if registers + ADDRESSES <= limit and torch.version.hip is None:
+                                yield TileConfig(block_q, block_k, warps, stages, registers=limit)
 
     def runner(self, call: Call, best: Mapping[str, TileConfig]) -> Callable[[TileConfig], object]:
         if self.kernel == "forward":

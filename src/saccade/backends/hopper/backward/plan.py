@@ -35,10 +35,6 @@ SECTION = 4
 MANY = 96
 """Kv blocks above which only two heads do, if dq is added in order (0.94 against 0.81 at 128 blocks, causal)."""
 
-LONG_ROWS = 8192
-"""Rows from which consumers of 128 rows a step stay in step, and twice as many without a mask: causal 8k and 16k lose 2
-and 6 % where one is half a step ahead, full 16k 1 %, why is not known (notes/gluon_backward.md)."""
-
 COPIED = 256
 """Numbers of one dimension of a bulk copy, at most."""
 HANDED = 852
@@ -314,9 +310,7 @@ def step_constants(call: Call, config: BackwardConfig, masked: bool, fold: bool)
     not."""
     if not config.stays:
         return {}
-    rows = 0 if call.layout.ragged_keys else call.q.shape[2]
-    plain = call.score is None and call.dropout is None and config.block_q == 128
-    apart = plain and rows < (LONG_ROWS if call.mask is not None else 2 * LONG_ROWS)
+    apart = call.score is None and call.dropout is None and config.block_q == 128
     return {"EDGES": masked and at_most_a_window(call) and (fold or apart), "AHEAD": apart and not masked}
 
 
