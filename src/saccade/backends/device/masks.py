@@ -82,36 +82,23 @@ def _window_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def _anchored_keys(n, q_idx, off):
+def _prefix_length(data, b):
+    # One of each sequence, or one of all.
+    return tl.load(data[0] + b).to(tl.int32) if data[1] else plain_int(data[0])
+
+
+@triton.jit
+def _prefix_keys(data, b, q_idx, off):
+    n = _prefix_length(data, b)
     hi = tl.maximum(q_idx + off + 1, n)
     lo = hi * 0 - FARTHEST
     return lo, hi, lo, hi
 
 
 @triton.jit
-def _anchored_rows(n, kv_idx, off):
-    lo = tl.where(kv_idx < n, -FARTHEST, kv_idx - off)  # rows may stand before position 0
-    return lo, lo * 0 + FAR, lo, lo * 0 + FAR
-
-
-@triton.jit
-def _prefix_keys(data, b, q_idx, off):
-    return _anchored_keys(plain_int(data[0]), q_idx, off)
-
-
-@triton.jit
 def _prefix_rows(data, b, kv_idx, off):
-    return _anchored_rows(plain_int(data[0]), kv_idx, off)
-
-
-@triton.jit
-def _prefixes_keys(data, b, q_idx, off):
-    return _anchored_keys(tl.load(data[0] + b).to(tl.int32), q_idx, off)
-
-
-@triton.jit
-def _prefixes_rows(data, b, kv_idx, off):
-    return _anchored_rows(tl.load(data[0] + b).to(tl.int32), kv_idx, off)
+    lo = tl.where(kv_idx < _prefix_length(data, b), -FARTHEST, kv_idx - off)  # rows may stand before position 0
+    return lo, lo * 0 + FAR, lo, lo * 0 + FAR
 
 
 @triton.jit
@@ -195,11 +182,9 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
 
 _WINDOW = constants(_window_keys, _window_rows, None, True)
 _PREFIX = constants(_prefix_keys, _prefix_rows, None, True)
-_PREFIXES = constants(_prefixes_keys, _prefixes_rows, None, True)
 _CONSTANT_INTERVAL = constants(records.constant_keys, records.constant_rows, None, True)
 # Tensors lead from rows to keys alone: `visits.py` turns that round for kernels whose programs own keys.
 _INTERVAL = constants(records.interval_keys, _open_of, None, True)
-_STOPS = constants(records.stop_keys, _open_of, None, True)
 _DOCUMENTS = constants(_documents_of, _documents_of, _documents_sees, False)
 _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (True, False)}
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
@@ -240,10 +225,9 @@ def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | No
     match mask:
         case masks.Window():
             return DeviceMask(*_WINDOW, tuple(map(runtime_int, mask.bounds)), has_lower_bound=has_lower_bound)
-        case masks.Prefix(n=int(n)):
-            return DeviceMask(*_PREFIX, (runtime_int(n),), has_lower_bound=has_lower_bound)
-        case masks.Prefix(n=Tensor() as n):
-            return DeviceMask(*_PREFIXES, (n.contiguous(),), has_lower_bound=has_lower_bound)
+        case masks.Prefix(n=n):
+            data = (n.contiguous(), FLAGS[True]) if isinstance(n, Tensor) else (runtime_int(n), FLAGS[False])
+            return DeviceMask(*_PREFIX, data, has_lower_bound=has_lower_bound)
         case masks.KeyInterval():
             return _interval_args(mask, has_lower_bound, call.layout)
         case masks.Documents():
@@ -282,11 +266,8 @@ def _interval_args(mask: masks.KeyInterval, has_lower_bound: Any, layout: Layout
     if not isinstance(start, Tensor) or not isinstance(stop, Tensor):
         bounds = (runtime_int(x + masks.FARTHEST) for x in (start, stop) if not isinstance(x, Tensor))
         return DeviceMask(*_CONSTANT_INTERVAL, tuple(bounds), has_lower_bound=has_lower_bound)
-    if mask.open_start:
-        return DeviceMask(*_STOPS, (records.Bound.of(stop, starts),), has_lower_bound=has_lower_bound)
-    return DeviceMask(
-        *_INTERVAL, (records.Bound.of(start, starts), records.Bound.of(stop, starts)), has_lower_bound=has_lower_bound
-    )
+    tensors = (stop,) if mask.open_start else (start, stop)
+    return DeviceMask(*_INTERVAL, tuple(records.Bound.of(x, starts) for x in tensors), has_lower_bound=has_lower_bound)
 
 
 def _predicate(predicate: Traced, indices: str, reached: bool) -> tuple[Any, ...]:

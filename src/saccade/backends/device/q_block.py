@@ -335,24 +335,24 @@ def masked_scores(qk, args, q_idx, kv_idx, MASKED: tl.constexpr):
 
 
 @triton.jit
-def added(row_sum, alpha, p, KEYS: tl.constexpr):
+def added(row_sum, alpha, p):
     """row_sum alpha + the sums of p over keys; a row_sum with as many dimensions as p is [block_q, 8], of each eighth
     column, so that threads add up theirs once, after the loop."""
     if len(row_sum.shape) == len(p.shape):
         return row_sum * alpha[:, None] + tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
     else:
-        return row_sum * alpha + tl.sum(p, KEYS)
+        return row_sum * alpha + tl.sum(p, 1)
 
 
 @triton.jit
-def online_softmax(x, row_max, row_sum, score, KEYS: tl.constexpr = 1):
-    """p = exp(x - new_max) [block_q, block_k], alpha = exp(row_max - new_max) [block_q], new_max and the new row_sum.
-    KEYS: the dimension of keys; others may come before and after it."""
-    new_max = tl.maximum(row_max, tl.max(x, KEYS))
+def online_softmax(x, row_max, row_sum, score):
+    """p = exp(x - new_max) [block_q, block_k], or [slices, block_k, block_q], alpha = exp(row_max - new_max) [block_q],
+    new_max and the new row_sum."""
+    new_max = tl.maximum(row_max, tl.max(x, 1))
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # a row without a visible key yet: exp(-inf - 0) = 0
-    p = power(x - tl.expand_dims(shift, KEYS), score)
+    p = power(x - tl.expand_dims(shift, 1), score)
     alpha = power(row_max - shift, score)
-    return p, alpha, new_max, added(row_sum, alpha, p, KEYS)
+    return p, alpha, new_max, added(row_sum, alpha, p)
 
 
 @triton.jit
@@ -366,7 +366,7 @@ def softmax_of_products(qk, factor, row_max, row_sum):
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(qk * factor - shift[:, None])
     alpha = tl.exp2(row_max - shift)
-    return p, alpha, new_max, added(row_sum, alpha, p, 1)
+    return p, alpha, new_max, added(row_sum, alpha, p)
 
 
 @triton.jit

@@ -180,15 +180,12 @@ def bound_of(bound, b, q_idx):
 
 @triton.jit
 def interval_keys(data, b, q_idx, off):
-    start = bound_of(data[0], b, q_idx)
-    stop = bound_of(data[1], b, q_idx)
-    return start, stop, start, stop
-
-
-@triton.jit
-def stop_keys(data, b, q_idx, off):
-    stop = bound_of(data[0], b, q_idx)
-    start = stop * 0 - FARTHEST
+    if len(data) == 2:
+        start = bound_of(data[0], b, q_idx)
+        stop = bound_of(data[1], b, q_idx)
+    else:  # stops alone
+        stop = bound_of(data[0], b, q_idx)
+        start = stop * 0 - FARTHEST
     return start, stop, start, stop
 
 

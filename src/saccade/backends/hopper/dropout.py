@@ -23,11 +23,10 @@ def apply_dropout(p, numbers, b, h, q_idx, kv_idx, MARK: gl.constexpr):
     N: gl.constexpr = p.shape[1]
     if N > AT_ONCE:
         left, right = p.reshape([p.shape[0], 2, N // 2]).permute([0, 2, 1]).split()
+        left = apply_dropout(left, numbers, b, h, q_idx, kv_idx, MARK)
         if len(q_idx.shape) == 0:
-            left = apply_dropout(left, numbers, b, h, q_idx, kv_idx, MARK)
             right = apply_dropout(right, numbers, b, h, q_idx + N // 2, kv_idx, MARK)
         else:
-            left = apply_dropout(left, numbers, b, h, q_idx, kv_idx, MARK)
             right = apply_dropout(right, numbers, b, h, q_idx, kv_idx + N // 2, MARK)
         both = gl.join(left, right).permute([0, 2, 1]).reshape([p.shape[0], N])
         return gl.convert_layout(both, p.type.layout, assert_trivial=True)

@@ -90,7 +90,7 @@ def slices_step(acc, row_max, row_sum, page, start, q_tile, kv, q_idx, args, sha
     qk = tl.dot(widened(k_tile, tl.float16), q_tile) * factor_of_block(kv.descale.k, args.b, kv.h, start)
     kv_idx = (start + keys_of_tile(shape.BLOCK_K, kv.slices))[:, :, None]
     x = masked_scores(qk, args, q_idx, kv_idx, MASKED)
-    p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score, 1)
+    p, alpha, row_max, row_sum = online_softmax(x, row_max, row_sum, args.score)
     acc = _all_weighted(acc, page, p.to(tl.float16), alpha[:, None, :], start, kv, args, shape)
     return acc, row_max, row_sum, following
 

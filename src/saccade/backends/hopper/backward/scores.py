@@ -253,9 +253,6 @@ class ScoreTile:
             return p
         else:
             q_idx, kv_idx = self.q_idx(s)[None, :], self.kv_idx[:, None]
-            x = s * args.scale
-            if len(captured) == 1:
-                slope = args.score.slope(args.score.data + captured, x, self.block.b, self.h, q_idx, kv_idx)
-            else:
-                slope = args.score.slope(args.score.data, x, self.block.b, self.h, q_idx, kv_idx)
+            data = args.score.data + captured
+            slope = args.score.slope(data, s * args.scale, self.block.b, self.h, q_idx, kv_idx)
             return apply_slope(p, slope, self.dropout is not None)

@@ -191,10 +191,7 @@ class ScoreRows:
             kv_idx = tile * s.shape[1] + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
             s = s * rule.inside
             h, q_idx = self.h[:, None], self.q_idx[:, None]
-            if len(captured) == 1:
-                return rule.score.core(rule.score.data + captured, s, self.b, h, q_idx, kv_idx)
-            else:
-                return rule.score.core(rule.score.data, s, self.b, h, q_idx, kv_idx)
+            return rule.score.core(rule.score.data + captured, s, self.b, h, q_idx, kv_idx)
 
     @gluon.jit
     def apply_mask(self, s, tile, LOWER: gl.constexpr):
