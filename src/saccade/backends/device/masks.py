@@ -192,7 +192,6 @@ _LISTED = constants(_open_of, _open_of, key_lists.named, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
-_INTERVAL_PLACED = constants(positions.shifted_keys, positions.shifted_rows, None)
 _ALL = DeviceMask(*constants(_all_of, _all_of, None, True), (), has_lower_bound=FLAGS[False])
 
 
@@ -216,8 +215,9 @@ def _device_args(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMa
     # They count from the first row and key.
     if isinstance(mask, masks.Documents | masks.TensorMask | masks.Selected):
         return plain
-    shape = _INTERVAL_PLACED if isinstance(mask, masks.KeyInterval) else _FUNCTION_PLACED if functions else _PLACED
-    return DeviceMask(*shape, plain.exact, (plain, positions.device_args(call)), has_lower_bound=has_lower_bound)
+    shape, own_rows = _FUNCTION_PLACED if functions else _PLACED, FLAGS[isinstance(mask, masks.KeyInterval)]
+    data = plain, positions.device_args(call), own_rows
+    return DeviceMask(*shape, plain.exact, data, has_lower_bound=has_lower_bound)
 
 
 def _leaf(mask: masks.Mask, has_lower_bound: Any, call: Call) -> DeviceMask | None:

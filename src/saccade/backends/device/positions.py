@@ -140,19 +140,27 @@ def function_positions(positions, b, q_idx, kv_idx):
     return tl.minimum(tl.maximum(p, -LONGEST), LONGEST - 1), tl.minimum(tl.maximum(r, -LONGEST), LONGEST - 1)
 
 
-# Masks. `data` holds a mask, whose functions take positions for indices, and the positions.
+# Masks. `data` holds a mask, whose functions take positions for indices, the positions, and whether the mask takes the
+# numbers of rows all the same, as an interval does, whose bounds are of rows, wherever these stand.
+
+
+@triton.jit
+def _row(data, b, q_idx):
+    return q_idx if data[2] else row_position(data[1].q, b, q_idx)
 
 
 @triton.jit
 def placed_keys(data, b, q_idx, off):
-    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, row_position(data[1].q, b, q_idx), 0)
+    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, _row(data, b, q_idx), 0)
     first = first_key(data[1].k, b)
     return lo - first, hi - first, core_lo - first, core_hi - first
 
 
 @triton.jit
 def placed_rows(data, b, kv_idx, off):
-    if data[1].q.form == ROW:  # `visits.py` finds the rows
+    if data[2]:
+        return data[0].rows_of(data[0].data, b, kv_idx + first_key(data[1].k, b), 0)
+    elif data[1].q.form == ROW:  # `visits.py` finds the rows
         return kv_idx * 0, kv_idx * 0 + FAR, kv_idx * 0, kv_idx * 0
     else:
         lo, hi, core_lo, core_hi = data[0].rows_of(data[0].data, b, kv_idx + first_key(data[1].k, b), 0)
@@ -169,21 +177,6 @@ def placed_sees(data, b, h, q_idx, kv_idx, off):
 def function_sees(data, b, h, q_idx, kv_idx, off):
     p, r = function_positions(data[1], b, q_idx, kv_idx)
     return sees(data[0], b, h, p, r, 0)
-
-
-# The same of intervals, whose bounds are of rows, wherever these stand.
-
-
-@triton.jit
-def shifted_keys(data, b, q_idx, off):
-    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, q_idx, 0)
-    first = first_key(data[1].k, b)
-    return lo - first, hi - first, core_lo - first, core_hi - first
-
-
-@triton.jit
-def shifted_rows(data, b, kv_idx, off):
-    return data[0].rows_of(data[0].data, b, kv_idx + first_key(data[1].k, b), 0)
 
 
 # Where the rows of each sequence are, in every layout, and the order in which the tiles of packed ones are worked on.

@@ -81,13 +81,14 @@ class RowLoader:
     CHUNKS: gl.constexpr
 
     @gluon.jit
-    def start(self, n, q_block):
+    def start(self, n, q_block, MORE: gl.constexpr = 0):
         """Starts the copies of a q block to stage n; `end` has to follow. The two are apart so that a tile of q and one
-        of dout land at the same time."""
+        of dout land at the same time. Returns the stage, and the barrier, which waits for MORE bytes besides."""
         stage = self.ring.claim(n)
         barrier = self.ring.target(stage, q_block.whole)
-        mbarrier.expect(barrier, self.BLOCK_Q * (2 * self.COLUMNS * self.CHUNKS + 4))
+        mbarrier.expect(barrier, self.BLOCK_Q * (2 * self.COLUMNS * self.CHUNKS + 4) + MORE)
         self.copy(stage, barrier, q_block)
+        return stage, barrier
 
     @gluon.jit
     def copy(self, stage, barrier, q_block):
@@ -204,10 +205,7 @@ def start_q(q, captured_desc, shared, n, block, q_block, args):
     if captured_desc is None:
         q.start(n, q_block)
     else:
-        stage = q.ring.claim(n)
-        barrier = q.ring.target(stage, q_block.whole)
-        mbarrier.expect(barrier, q.BLOCK_Q * (2 * q.COLUMNS + 4 + 2 * args.kv_blocks.BLOCK_K))
-        q.copy(stage, barrier, q_block)
+        stage, barrier = q.start(n, q_block, 2 * q.BLOCK_Q * args.kv_blocks.BLOCK_K)
         b = q_block.b if args.captured.per_batch_row else q_block.b * 0
         h = q_block.h if args.captured.per_head else q_block.h * 0
         for c in gl.static_range(2):

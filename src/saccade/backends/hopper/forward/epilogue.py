@@ -40,7 +40,8 @@ def store_results(args, pipe, rows, item, at, b, acc, row_max, row_sum):
         there = there & in_group(item, args.group, there, pipe.shape.ROWS)
     live = there & (rows.q_idx < rows.rows)
     part = None if args.parts is None else pipe.slots.get(at, PART)
-    weight, lse, top_score = normalize(row_max, row_sum, rows, args, live, part)
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+    weight, lse, top_score = weights_of_rows(row_max, total, rows, args.sink, live, part)
     out = outputs(acc, weight, args, live)
     if args.parts is not None:
         offset = (b.to(gl.int64) * args.s_q + first_row + rows.q_idx) * (args.h_k * args.group) + rows.h
@@ -109,15 +110,9 @@ def output(part, weight, args, live):
 
 
 @gluon.jit
-def normalize(row_max, row_sum, rows, args, live, part=None):
-    """The factor by which acc becomes out, lse, and max_scores, [64] each, from the sums [64, 8] of each thread."""
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-    return weights_of_rows(row_max, total, rows, args.sink, live, part)
-
-
-@gluon.jit
 def weights_of_rows(row_max, total, rows, sink, live, part=None):
-    """The same from sums [64]. The sink is one more column in the first part of the keys. It is not a score."""
+    """The factor by which acc becomes out, lse, and max_scores, [64] each, from sums [64]. The sink is one more column
+    in the first part of the keys. It is not a score."""
     rule = rows.rule
     row_max = row_max * rule.natural
     if len(rows.factors) == 1:

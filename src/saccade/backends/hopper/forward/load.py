@@ -267,10 +267,8 @@ def load_finished(args, pipe, n, item, start, page, tails):
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     tiles = pipe.values.tiles
     stage = pipe.values.claim(n)
-    if is_eight_bit(tiles.dtype):
-        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV)
-        load_stage(args, pipe, tiles, stage, item, start, page, full)
-    elif args.used_k is not None and start + BLOCK_K > item.keys:
+    ENDS: gl.constexpr = args.used_k is not None and not is_eight_bit(tiles.dtype)
+    if ENDS and start + BLOCK_K > item.keys:
         landing = pipe.values.landing()
         mbarrier.expect(landing, BLOCK_K * BLOCK_DV * 2)
         load_stage(args, pipe, tiles, stage, item, start, page, landing)
@@ -280,7 +278,7 @@ def load_finished(args, pipe, n, item, start, page, tails):
         pipe.values.fill(stage)
         tails += 1
     else:
-        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * 2)
+        full = pipe.values.announce(stage, BLOCK_K * BLOCK_DV * bytes_of(tiles.dtype))
         load_stage(args, pipe, tiles, stage, item, start, page, full)
     return tails
 
