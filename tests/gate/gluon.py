@@ -51,6 +51,7 @@ def features() -> Iterator[str]:
     yield from (f"gluon forward 16bit d{d}/{d} {edges}" for d, edges in DROPPED[:1])
     yield from (f"gluon forward 16bit d128/128 {words}" for words in ("masked max_scores", "causal paged split"))
     yield "gluon forward 16bit d64/64 causal alibi paged"
+    yield "gluon forward 16bit d64/64 causal sinks"
     yield from (f"gluon forward 8bit d128/128 {words}" for words in ("causal packed", "full blocks", "causal paged"))
     yield "gluon transpose 8bit d128/128 full"
     yield "gluon forward 16bit d128/128 causal packed arriving"

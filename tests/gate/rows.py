@@ -66,7 +66,8 @@ class GateRow(NamedTuple):
             q = q.to(torch.bfloat16)
         queued = "queued" in self.words
         options: dict[str, Any] = {"deterministic": queued, "dropout": dropout, "descale": self.descale()}
-        return Call.of_views(q, k, v, layout, mask=mask, score=score, **options)
+        sink = torch.empty(heads[0]) if "sinks" in self.words else None
+        return Call.of_views(q, k, v, layout, mask=mask, score=score, sink=sink, **options)
 
     def descale(self) -> Factors | None:
         """Of 8-bit operands: a factor for each, of each sequence's heads, or by `blocks`."""

@@ -9,15 +9,27 @@ import torch
 import triton.language as tl
 
 from saccade.backends import Saved
-from saccade.backends.device import bias_sums, block_lists, captured_gradients, distance_tables, merge_kernel, positions
+from saccade.backends.device import (
+    bias_sums,
+    block_lists,
+    captured_gradients,
+    distance_tables,
+    masks,
+    merge_kernel,
+    positions,
+    visits,
+)
 from saccade.backends.device.arguments import common_arguments
 from saccade.backends.device.bias_sums import BiasSums
 from saccade.backends.device.captured_gradients import captured_gradients_kernel, in_any_order
 from saccade.backends.device.gradients import copy_launch, recompute_launch, sink_launch
 from saccade.backends.device.key_lists import Tabulated, table_launch
+from saccade.backends.device.launch import Launch
 from saccade.backends.device.merge_kernel import row_totals_kernel
-from saccade.backends.device.records import runtime_int
+from saccade.backends.device.records import TensorArgs, runtime_int
 from saccade.backends.device.scores import scatter
+from saccade.backends.triton.backward_kernels import delta_kernel
+from saccade.backends.triton.launch import DELTA_ROWS
 from saccade.call import Call
 from saccade.scores import Traced
 from tests.gate.rows import PACKED, device_mask, warmed
@@ -27,13 +39,17 @@ NEVER = tl.constexpr(0), tl.constexpr(0)
 
 SHARED = (
     "order", "captured_gradients", "bias_sums", "row_totals", "sink", "tile_states", "block_list",
-    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy", "key_table",
+    "packed_tile_states", "packed_block_list", "mark", "ranks", "results", "copy", "key_table", "delta", "hulls",
+    "visits",
 )  # fmt: skip
+SMALL = "copy", "delta", "hulls", "visits"
 
 
 def compiled(kernel: str, call: Call) -> Any:
     """One of the SHARED kernels, not run."""
     lse = torch.empty(call.q.shape[:3])
+    if kernel in SMALL:
+        return _small(kernel, call, lse)
     saved = Saved(call.v, lse, call.v, lse)
     distances = () if kernel == "row_totals" else distance_tables.empty(call)
     arguments = common_arguments(call, device_mask(call), distances=distances)
@@ -59,8 +75,6 @@ def compiled(kernel: str, call: Call) -> Any:
     elif kernel == "key_table":
         mask = next(leaf for leaf in call.mask.leaves() if isinstance(leaf, Tabulated))  # pyright: ignore[reportOptionalMemberAccess]
         launch, arguments = table_launch(mask, call, {}, mask.table, 0)  # pyright: ignore[reportArgumentType]
-    elif kernel == "copy":
-        launch, arguments = copy_launch({}, call.q, call.q)
     elif kernel == "results":
         launch, made = captured_gradients.results_launch({}, lse), lse.long()
         arguments = lse.bfloat16(), made, made[0, 0].int(), runtime_int(40), lse.numel()
@@ -79,3 +93,18 @@ def compiled(kernel: str, call: Call) -> Any:
         else:
             launch, arguments = block_lists.lists_launch(call, {}, states, lists, lists, (128, 128), packed, table)
     return warmed(launch, arguments)
+
+
+def _small(kernel: str, call: Call, lse: torch.Tensor) -> Any:
+    """One of the SMALL kernels."""
+    if kernel == "copy":
+        return warmed(*copy_launch({}, call.q, call.q))
+    if kernel == "delta":
+        rows, sizes = TensorArgs.of(call.v), (call.v.shape[3], DELTA_ROWS, call.v.shape[3])
+        terms = torch.empty(*lse.shape, 2)
+        return warmed(Launch(delta_kernel, (1, 1, 1), sizes), (rows, rows, None, lse, terms, None, *lse.shape[1:], 1.0))
+    numbers, tail = torch.empty(4, 4, dtype=torch.int32), (*positions.spans(call), 512, 512, 4, 4)
+    if kernel == "hulls":
+        given = numbers, numbers, numbers, masks.device_args(call), *tail
+        return warmed(Launch(visits.hulls_kernel, (1, 1, 1), (128,), warps=1), given)
+    return warmed(Launch(visits.visits_kernel, (1, 1, 1), (visits.CHUNK,), warps=1), (numbers, numbers, *tail))

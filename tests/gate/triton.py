@@ -30,6 +30,8 @@ DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 BIAS_SPILL = 250
 """What a bias of every score costs dk and dv: 312 and more on 3.9, where loads of 16 bits spilled 452. Not timed."""
+ALIBI_SPILL = 20
+"""What a score that is linear costs the forward, and dk and dv, of d 128. Not timed."""
 OTHER_SPILL = 44
 """What the forward of d 64 spills on sm120 and 3.9, where others spill nothing. Not timed."""
 LISTED_SPILL = 64
@@ -60,7 +62,8 @@ OTHERS = (
     "triton dkdv 16bit d128/128 masked gfx942",
 )
 """A row of each other architecture: what did not fit or spilled there most."""
-_MOVED = "rank_sums", "spread_rows"
+SCORED_ROWS = "d128/128 masked alibi", "d64/64 full relative_bias"
+"""Scores that are linear, and scores that are one number beyond a table's reach."""
 
 
 def configs() -> Iterator[str]:
@@ -76,10 +79,13 @@ def features() -> Iterator[str]:
     """What a call may have besides."""
     yield from (f"triton dkdv 16bit d128/128 {edges}" for edges in ("packed", "ranges", "listed", "selected"))
     yield "triton order 16bit d128/128 packed"
-    yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy"))
+    yield from (f"triton {name} 16bit d128/128 full" for name in ("sink", "results", "copy", "delta"))
+    yield from (f"triton {name} 16bit d128/128 interval" for name in ("hulls", "visits"))
+    yield "triton forward 16bit d128/128 full sinks"
     yield "triton captured_gradients 16bit d128/128 packed relative_bias"
     yield from (f"triton {name} 16bit d64/64 full one_distance" for name in ("captured_gradients", "bias_sums"))
     yield from (f"triton {name} 16bit d128/128 masked bias" for name in ("forward", "dkdv", "dq", "captured_gradients"))
+    yield from (f"triton {name} 16bit {words}" for name in ("forward", "dkdv", "dq") for words in SCORED_ROWS)
     yield from (f"triton row_totals 16bit {words} relative_bias" for words in ("d128/128 packed", "d256/256 masked"))
     lists = (name for name in SHARED if name.endswith(("states", "list", "mark", "ranks")))
     yield from (f"triton {name} 16bit d128/128 listed" for name in lists)
@@ -146,7 +152,7 @@ def compiled(name: str) -> tuple[Any, int]:
     top = rows if "max_scores" in row.words else None
     out = v if v.element_size() > 1 else v.to(torch.bfloat16)
     outputs = {
-        "forward": (out, rows, top, None, descale.device_args(call)),
+        "forward": (out, rows, top, call.sink, descale.device_args(call)),
         "dkdv": (v, k, v, rows),
         "dk": (v, k, None, rows),
         "dv": (v, None, v, rows),
@@ -160,7 +166,8 @@ def compiled(name: str) -> tuple[Any, int]:
     arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
     kernel = warmed(launch.prepare(row.kernel, call, tile), (*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
-    return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words) + OTHER_SPILL * other
+    more += BIAS_SPILL * ("bias" in row.words) + ALIBI_SPILL * ("alibi" in row.words)
+    return kernel, tile.spill + more + OTHER_SPILL * other
 
 
 def _listed(kernel: str, call: Call) -> Any:
