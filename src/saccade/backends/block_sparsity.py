@@ -56,8 +56,7 @@ def with_states(mask: Mask, states: Tensor, lengths: tuple[int, int]) -> Blocked
 
 
 def _contents(mask: Mask) -> Hashable | None:
-    """All that the states of a mask depend on, besides the shape of the call; None where a tensor's writes are not
-    counted."""
+    """All that the states of a mask depend on, besides the call's shape; None if a tensor's writes are not counted."""
     written = versions(mask.tensors)
     return None if written is None else (mask.identity, mask.numbers, written)
 

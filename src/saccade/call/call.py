@@ -210,8 +210,7 @@ class Call:
 
     @property
     def scoreless(self) -> bool:
-        """Whether there are no rows, no keys or no sequences: tables may be empty then, so that no kernel may run that
-        reads them."""
+        """Whether there are no rows, no keys or no sequences: tables may be empty, so no kernel may read them."""
         none = self.layout.ragged_keys and not self.layout.sequences
         return none or not self.q.numel() or not self.k.numel()
 

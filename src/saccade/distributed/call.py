@@ -141,8 +141,7 @@ def _bound(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) ->
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) -> Call:
-    """The call with operands of the shapes that the exchange will return. Errors are raised here, before the
-    exchange."""
+    """The call with operands of the shapes that the exchange will return; errors are raised before the exchange."""
     call = _bound(q, k, v, layout, options)
     if call.dropout is not None and torch._C._functorch.is_batchedtensor(call.dropout.state):  # pyright: ignore[reportAttributeAccessIssue]
         raise Unsupported(
@@ -153,8 +152,7 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: Options) 
 
 
 def _plan(call: Call, backend: str) -> None:
-    """Finds a backend, or raises why none runs the call. Compiled code looks for one when it runs; meta tensors have
-    none."""
+    """Finds a backend, or raises why none runs the call; compiled code when it runs. Meta tensors have none."""
     if not torch.compiler.is_compiling() and not call.given[0].is_meta:
         dispatch.plan_of(call, backend)
 

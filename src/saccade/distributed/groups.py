@@ -127,8 +127,7 @@ def check_order(group: Any) -> None:
 
 
 def _of_groups(rows: Any, heads: Any) -> Ranks:
-    """The Ranks of two groups: those with the same heads, and those with the same rows. None stands for this rank
-    alone."""
+    """The Ranks of two groups: of the same heads, and of the same rows. None stands for this rank alone."""
     part, parts = (0, 1) if rows is None else (rows.rank(), rows.size())
     number, n = (0, 1) if heads is None else (heads.rank(), heads.size())
     group = rows if rows is not None else heads

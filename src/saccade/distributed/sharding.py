@@ -361,8 +361,7 @@ class Sharding:
         return [list(_gaps(piece, held[piece.document])) for piece in pieces]
 
     def others_first(self, pieces: list[Piece]) -> list[Piece]:
-        """The keys that the causal rows of each piece see: first those of other ranks, then its own up to its last
-        row."""
+        """The keys that the causal rows of a piece see: other ranks' first, then its own up to its last row."""
         found: list[Piece] = []
         for piece, others in zip(pieces, self.before(pieces), strict=True):
             mine = (x for x in pieces if x.document == piece.document and x.start <= piece.start)

@@ -132,8 +132,7 @@ class Layout:
     """Whether the caller says where rows and keys stand."""
 
     def _flatten(self, word: str) -> None:
-        """Sets `text`, `tensors`, `ints` and `positioned`, of a text that begins with `word`: once, as fields never
-        change."""
+        """Sets `text`, which begins with `word`, `tensors`, `ints` and `positioned`: once, as fields never change."""
         words, tensors, ints = [word], [], []
         for name in self.FLAT:
             x = getattr(self, name)
@@ -292,8 +291,7 @@ class Layout:
         return torch.full((1,), s_k, device="cpu") if used is None else used.diff()
 
     def function_sizes(self, sizes: Sizes) -> Sizes:
-        """The sizes that tensors must have which functions read at their indices, as far as the host knows, in a call
-        of these sizes."""
+        """The sizes that tensors must have if functions read them at their indices, as far as the host knows."""
         numbers: Any = (x if isinstance(x, (int, torch.SymInt)) else 0 for x in (self.q_offset, self.k_offset))
         further: Any = (n + max(x, 0) for n, x in zip((sizes.s_q, sizes.s_k), numbers, strict=True))
         return Sizes(sizes.b, sizes.h, *further, exact=sizes.exact)

@@ -177,8 +177,7 @@ class Paged(Layout):
         return x if self.cu_seqlens_q is None else x.squeeze(0)
 
     def shape_error(self, q: torch.Size, k: torch.Size, v: torch.Size, name: str = "q") -> str | None:
-        """Why the shapes of q, (b, s_q, h_q, d) or (t_q, h_q, d), and of the caches are wrong, or None. `name`: q's
-        name."""
+        """Why the shapes of q, (b, s_q, h_q, d) or (t_q, h_q, d), and of caches are wrong, or None. name: q's name."""
         ragged, b = self.cu_seqlens_q is not None, self.sequences
         if len(q) != (3 if ragged else 4) or not len(k) == len(v) == 4:
             shape = "with cu_seqlens_q must be (t, h, d)" if ragged else "must be (b, s, h, d)"

@@ -146,8 +146,7 @@ def sink_error(sink: Tensor, h_q: int, device: torch.device) -> str | None:
 
 
 def sequence_mask_error(mask: Mask | None, sizes: Sizes, no_documents: str) -> str | None:
-    """The error in a mask over sequences that do not see one another, or None; `no_documents` says why documents are
-    refused."""
+    """The error in a mask over separate sequences, or None; `no_documents` says why documents are refused."""
     if isinstance(mask, Blocked):
         return "block_mask is for dense calls alone: pass the mask itself"
     for leaf in mask.leaves() if mask is not None else ():
@@ -200,8 +199,7 @@ def check_offset(name: str, x: Any) -> None:
 
 
 def positions_of(q_offset: Offset | None, k_offset: Offset | None, flat_rows: int | None) -> Positions | None:
-    """The Positions of checked offsets; None where neither is given. `flat_rows`: how many rows there are of queries
-    end to end."""
+    """The Positions of checked offsets, or None. flat_rows: how many rows there are of queries end to end."""
     if q_offset is None and k_offset is None:
         return None
     q, k, per_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False
@@ -228,8 +226,7 @@ def of_sequence(positions: Positions, i: int, rows: slice) -> tuple[Offset, Offs
 
 
 def offset_error(q: Offset | None, k: Offset | None, b: int, rows: int, end_to_end: bool) -> str | None:
-    """Why the shapes of offsets are wrong, for b batch rows of so many rows or b sequences of so many in all, or
-    None."""
+    """Why shapes of offsets are wrong, for b batch rows of so many rows, or b sequences of so many in all, or None."""
     if isinstance(k, Tensor) and not arguments.is_one_of(k.shape, (b,), (b, 1)):
         return f"k_offset must have shape ({b},), got {tuple(k.shape)}"
     if not isinstance(q, Tensor):

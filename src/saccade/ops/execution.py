@@ -139,8 +139,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def forward_of(
     found: CallKey | None, flat: Sequence[Any], lse: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The results that the operator returns: those that nobody asked for are empty tensors. found: the call, if it has
-    a key."""
+    """The results of the operator, empty tensors for those that nobody asked for. found: the call, if it has a key."""
     if found is not None and (results := found.again()) is not None:
         nothing = found.replay.nothing
     else:

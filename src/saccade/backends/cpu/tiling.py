@@ -257,8 +257,7 @@ class Tiling:
         """The share of all scores that are in visited tiles, None until it is needed."""
 
     def _heads(self) -> Iterator[tuple[slice, slice]]:
-        """The groups of heads that fill a tile together. If batch rows see different keys, a group has heads of one
-        batch row."""
+        """The groups of heads that fill a tile together: of one batch row, if batch rows see different keys."""
         b, h_k = self.shape.b, self.shape.h_k
         heads = max(1, TILE_ELEMENTS // (self.rows * self.shape.group * (self.width + self.rows)))
         if self.by_head:

@@ -57,8 +57,7 @@ def precision() -> str:
 def common_arguments(
     call: Call, mask: masks.DeviceMask, table: Tensor | None = None, fast: bool = False, distances: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
-    """The arguments from `used_q` to `scale`. `fast` is as `scores.device_args` says; distances: see
-    `distance_tables`."""
+    """The arguments from `used_q` to `scale`. fast: see `scores.device_args`; distances: see `distance_tables`."""
     q, records = call.q, (mask, scores.device_args(call, fast, distances), dropout.device_args(call))
     return *positions.spans(call, table), *records, q.shape[1], q.shape[2], call.k.shape[2], call.scale
 

@@ -34,8 +34,7 @@ MANY_ROWS, TOGETHER = 2048, 8
 
 
 def merge_launch(call: Call, parts: int, most: int) -> Launch:
-    """The launch of `merge_kernel` for `parts` parts; no call of the Call's key has more than `most`, a power of two
-    above FEW_PARTS."""
+    """The launch of `merge_kernel`. Calls of one key have `most` parts at most, a power of two above FEW_PARTS."""
     d_v, rows = call.v.shape[3], call.q.shape[:3].numel()
     many = parts > FEW_PARTS
     together = 1 if many or rows < MANY_ROWS else TOGETHER

@@ -171,8 +171,7 @@ def power(x, y):
 
 @triton.jit
 def distances(q_idx, kv_idx):
-    """The distances that `diagonals` sums over: near and far [1, block_k] are every kv_idx - q_idx of a tile, and one
-    below them all."""
+    """What `diagonals` sums over: near and far [1, block_k] are every kv_idx - q_idx of a tile, and one below all."""
     near = kv_idx - tl.min(q_idx)
     return near, near - kv_idx.shape[1]
 

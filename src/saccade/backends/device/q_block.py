@@ -184,8 +184,7 @@ def store_q(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr, shape, firs
 
 @triton.jit
 def value_column(shape):
-    """The first column of v that this program sums: 0, or where the second axis of the grid says, if one tile does not
-    hold them all."""
+    """The first column of v that this program sums: 0, or of several tiles the one that the grid's second axis says."""
     if shape.D_V > shape.BLOCK_DV:
         return tl.program_id(1) * shape.BLOCK_DV
     else:
@@ -215,8 +214,7 @@ def load_v(kv, start, shape, CHECK: tl.constexpr):
 
 @triton.jit
 def edge_length(tiles):
-    """The tiles on the mask's edge, those before the core and those after it, and those in reach, times the tile's
-    size."""
+    """The tiles before the core, after it, and in reach, times the tile's size."""
     length = tiles.core - tiles.first + tiles.end - tiles.core_end
     if tiles.near is not None:
         length += tiles.near_end - tiles.near

@@ -89,8 +89,7 @@ def runtime_int(value: int) -> int:
 
 
 def runtime_bytes(x: Any) -> int:
-    """What a record, or some other argument, takes of a kernel's memory for arguments, at most. Constexprs take
-    none."""
+    """What an argument takes of a kernel's memory for arguments, at most; a constexpr takes none."""
     if isinstance(x, tuple):
         return sum(map(runtime_bytes, x))
     if isinstance(x, (int, float)):

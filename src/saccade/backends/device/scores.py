@@ -250,8 +250,7 @@ def _emitted(score: scores.Traced, key: EmitOptions) -> tuple[Any, ...]:
 
 
 def scatter(call: Call, wanted: Sequence[bool], alone: frozenset[int] = frozenset(), fast: bool = False) -> Any:
-    """constexpr: what adds to the gradients of captured tensors, or stores them, emitted once for each choice of
-    them."""
+    """constexpr: what adds to gradients of captured tensors, or stores them, emitted once for each choice."""
     score: Any = call.score
     options = form(score, fast, positions.kind(call), positions.reached(call))
     key = "scatter", options, tuple(wanted), alone

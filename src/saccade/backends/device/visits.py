@@ -141,8 +141,7 @@ def visits_kernel(table, hulls, used_q, used_k, s_q, s_k, n_q, n_k, CHUNK: tl.co
 
 @triton.jit
 def _tiles_of_rows(hulls, base, i, count, start, stop, CHUNK: tl.constexpr):
-    """Of the tiles of rows from `i` on: whether a row may see one of the keys, whether all rows see all of them, and
-    their numbers."""
+    """Of tiles of rows from `i` on: whether a row may see a key, whether all rows see all keys, and their numbers."""
     # [CHUNK]
     row = i + tl.arange(0, CHUNK)
     inside = row < count

@@ -133,8 +133,7 @@ class BackwardCapture(NamedTuple):
 
 
 def _is_ds(call: Call, saved: Saved, number: int) -> bool:
-    """Whether the gradient of a captured tensor is wanted, and is what the kernel computes of each score, in the dtype
-    of its products."""
+    """Whether a captured tensor's gradient is wanted, and is ds of each score, in the dtype of products."""
     score = call.score
     assert isinstance(score, Traced)
     wanted = bool(saved.wanted) and saved.wanted[number]

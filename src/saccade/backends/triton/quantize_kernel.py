@@ -21,8 +21,7 @@ PARTS = tl.constexpr(2)
 
 @triton.jit
 def _sums(x, base, start, used, shape, FINITE: tl.constexpr):
-    """[BLOCK_D]: of all rows of a program, of the numbers that are FINITE or of all. Few at a time, and the next
-    ones on their way."""
+    """[BLOCK_D]: sums of all rows of a program, of the FINITE numbers or of all, few at a time."""
     BLOCK_D: tl.constexpr = shape.WIDTH * shape.CHUNKS
     total = tl.zeros([shape.ROWS, BLOCK_D], tl.float32)
     for i in tl.range(PARTS * (BLOCK // shape.ROWS), num_stages=shape.STAGES):
@@ -363,8 +362,7 @@ def _loaded(x, at, h, shape):
 
 @triton.jit
 def _values(x, mean, at, h, sizes, shape):
-    """float32 [N, WIDTH]: the program's rows in head h, rotated, less the mean if that is subtracted; zero where they
-    are not in use."""
+    """float32 [N, WIDTH]: rows in head h, rotated, less the mean if it is subtracted; zero if not in use."""
     loaded = _loaded(x, at, h, shape)
     made = loaded.to(tl.float32) if shape.MIXED == 1 else rotated(loaded, shape)
     if shape.SUBTRACTS:

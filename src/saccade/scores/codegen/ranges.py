@@ -129,8 +129,7 @@ def _size(span: Range) -> int:
 
 
 def spread(name: str, spans: list[tuple[float, float]], keywords: Any) -> tuple[float, float]:
-    """Between which numbers the results of an operation on floats lie. Raises ValueError if they are not known, or not
-    finite."""
+    """Between which numbers an operation's results lie. Raises ValueError if they are not known, or not finite."""
     match name:
         case "add" | "sub" if keywords.get("alpha", 1) != 1 or len(spans) != 2:
             span = None

@@ -165,8 +165,7 @@ def load(
 
 @gluon.jit
 def start_kv(k_desc, v_desc, shared, drawn, whole, block):
-    """Starts the copies of k, and of v where it has as many places, to the slot of item `drawn`; `end_kv` has to
-    follow."""
+    """Starts the copies of k, and of v if it has as many slots, to the slot of item `drawn`; `end_kv` has to follow."""
     WITH_V: gl.constexpr = shared.v_tiles.shape[0] > 1
     slot = shared.items.claim(drawn)
     barrier = shared.items.target(slot, whole)

@@ -99,8 +99,7 @@ class BackwardConfig:
 
     @property
     def balance(self) -> int:
-        """Programs for each multiprocessor where they differ in length; with fewer, heads that share keys are divided
-        up."""
+        """Programs for each multiprocessor where lengths differ; with fewer, groups of heads are divided."""
         return 7 if self.stays else 14
 
     @property
@@ -294,8 +293,7 @@ def upper_half(d: int, columns: int) -> int:
 def shares_of(
     call: Call, config: BackwardConfig, programs: int, processors: int, steps: int, constant_beyond: bool
 ) -> int:
-    """Into how many shares a group of heads is divided, whose heads have so many programs, each of so many steps a
-    head."""
+    """Into how many shares a group is divided, of so many programs, each of so many steps a head."""
     if constant_beyond or (call.mask is not None and "h" in call.mask.indices):
         return call.group  # what is in reach, and a list, is so for one head
     if call.mask is None and not call.layout.ragged_keys:
@@ -305,9 +303,8 @@ def shares_of(
 
 
 def step_constants(call: Call, config: BackwardConfig, masked: bool, fold: bool) -> dict[str, bool]:
-    """Whether consumers have the mask where their own keys need it, and, without one, begin half a step apart. Under
-    windows alone: there no row sees a key before the first row that sees the keys before it, whether rows see them or
-    not."""
+    """Whether consumers have the mask where their own keys need it (EDGES), and, without one, begin half a step apart
+    (AHEAD). EDGES is for windows: no row sees a key before the first row that sees the keys before it."""
     if not config.stays:
         return {}
     apart = call.score is None and call.dropout is None and config.block_q == 128

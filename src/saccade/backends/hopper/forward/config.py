@@ -240,8 +240,7 @@ def most_splits(call: Call) -> int:
 
 
 def key_splits(call: Call, processors: int) -> int:
-    """The number of parts with which all multiprocessors end soonest, if each works on one part of one item at a
-    time."""
+    """The number of parts with which all multiprocessors end soonest, if each has one part of one item at a time."""
     most = most_splits(call)
     if most == 1:  # as of all layouts that have no sequences
         return 1

@@ -300,8 +300,7 @@ def further_tiles(c: gl.constexpr, args, pipe, rows, item, state, n):
 
 @gluon.jit
 def tiles_in_reach(args, pipe, rows, item):
-    """The tiles [left, right) of the item with a distance inside the reach of the score's tables; none if left =
-    right."""
+    """The tiles [left, right) of the item that the score's tables reach; none if left = right."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     h = item.h_k * args.group + item.in_group
     low, high = rows.rule.score.reach(rows.rule.score.data, rows.b, h)

@@ -334,8 +334,7 @@ def merge_kernel(
 
 @triton.jit
 def number_of_part(i, inside):
-    """Of a sequence's part i, in parts after the first of the line in which the sequence begins, `inside` of it or with
-    it."""
+    """A sequence's part i, in parts after the first of the line where it begins, `inside` of that line or with it."""
     return 2 * i + tl.where(i == 0, inside, 0)
 
 
@@ -455,8 +454,7 @@ def load_half(args, pipe, page, h_k, n, start, keys, half, REST: gl.constexpr, t
 
 @gluon.jit
 def copy_columns(tile, COLUMNS: gl.constexpr, pointers, there):
-    """Starts copies of each row [64] from `pointers` on that is `there`, and zeros of others, to a tile [64,
-    COLUMNS]."""
+    """Starts copies of each row [64] from `pointers` on that is `there`, and zeros of others, to [64, COLUMNS]."""
     layout: gl.constexpr = pointers.type.layout.parent
     # [64, COLUMNS]
     at = pointers[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
