@@ -30,8 +30,6 @@ DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 BIAS_SPILL = 250
 """What a bias of every score costs dk and dv: 312 and more on 3.9, where loads of 16 bits spilled 452. Not timed."""
-ALIBI_SPILL = 20
-"""What a score that is linear costs the forward, and dk and dv, of d 128. Not timed."""
 OTHER_SPILL = 44
 """What the forward of d 64 spills on sm120 and 3.9, where others spill nothing. Not timed."""
 LISTED_SPILL = 64
@@ -166,8 +164,7 @@ def compiled(name: str) -> tuple[Any, int]:
     arguments = common_arguments(call, device_mask(call), distances=distance_tables.empty(call))
     kernel = warmed(launch.prepare(row.kernel, call, tile), (*tensors, *arguments))
     more = RANGES_SPILL if "ranges" in row.words else 0 if call.dropout is None else DROPOUT_SPILL
-    more += BIAS_SPILL * ("bias" in row.words) + ALIBI_SPILL * ("alibi" in row.words)
-    return kernel, tile.spill + more + OTHER_SPILL * other
+    return kernel, tile.spill + more + BIAS_SPILL * ("bias" in row.words) + OTHER_SPILL * other
 
 
 def _listed(kernel: str, call: Call) -> Any:
