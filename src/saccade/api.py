@@ -22,6 +22,7 @@ from saccade.ops import dispatch, replay
 from saccade.ops.explanation import Explanation
 from saccade.ops.replay import CallKey
 from saccade.util import arguments
+from saccade.util.imports import after_import
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -209,6 +210,19 @@ def _run(call: Call, score_mod: Any, backend: str, lse: bool, found: CallKey | N
 
         return dtensor.run(call, score_mod, backend, lse)
     return ops.run_by_operator(call, backend, lse)
+
+
+def _runs_whole() -> None:
+    """Has Dynamo leave a call alone that it could not trace, such as one that is refused: it would trace the frames of
+    its inside one by one."""
+    from torch._dynamo import eval_frame
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for function in (check_call, _run):
+        eval_frame.set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+after_import("torch._dynamo.eval_frame", _runs_whole)
 
 
 def _returned(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from saccade import (
+    Dense,
     Packed,
     ScoreMod,
     alibi,
@@ -74,6 +75,20 @@ def test_compiled_code_refuses_in_the_words_of_eager_calls(words):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=words):
             one(q)
+
+
+def test_calls_after_a_refused_one():
+    """What Dynamo could not trace runs whole, not frame by frame."""
+
+    @partial(torch.compile, backend="eager")
+    def masked(q, ids, offset):
+        return attention(q, q, q, mask=documents(ids) & causal(), layout=Dense(q_offset=offset))
+
+    for s in (33, 64):
+        q, ids = torch.randn(1, 2, s, 8), torch.arange(s)[None] // 20
+        with pytest.raises(ValueError, match="counts rows and keys from the first"):
+            masked(q, ids, 2)
+        torch.testing.assert_close(masked(q, ids, 0), attention(q, q, q, mask=documents(ids) & causal()))
 
 
 def test_a_function_that_changes_something_is_refused_in_compiled_checkpoints():
