@@ -366,3 +366,53 @@ def test_replays_of_calls_of_other_lengths() -> None:
                     for x, y in zip(found, right, strict=True):
                         assert (x.double() - y).norm() < 0.01 * y.norm()
             assert room.replays >= len(lengths)
+
+
+LITTLE: dict[str, dict[str, Any]] = {
+    "gaps": {"memory": lambda x: torch.nn.functional.pad(x, (8, 16), value=torch.nan)[..., 8:-16]},
+    "sink": {"sink": torch.float32, "dout": lambda x: torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2]},
+    "short sink": {"sink": torch.bfloat16, "scale": -0.1},
+    "dk alone": {"wanted": [1], "dlse": 0.0},
+}
+
+
+def test_replays_of_calls_that_differ_little() -> None:
+    """In memory, in what has a gradient, in a sink's dtype; bounds are edited in place from call to call."""
+    start = torch.zeros(1, 1, dtype=torch.int64)
+    with replayed(5) as room:
+        for turn in range(2):
+            for name, given in LITTLE.items():
+                torch.manual_seed(turn)
+                start.fill_(20 * turn + len(name))
+                q, k, v, dout = (
+                    given.get("memory", Tensor.contiguous)(x) for x in torch.randn(4, 1, 1, 40, 64).bfloat16()
+                )
+                dout = given.get("dout", Tensor.contiguous)(dout)
+                sinks = [torch.randn(1).to(given["sink"])] if "sink" in given else []
+                dlse = given.get("dlse", 1.0) * torch.randn(1, 1, 40)
+                wanted, found = given.get("wanted", range(3 + len(sinks))), []
+                for wide in (False, True):
+                    leaves = [x.double() if wide else x for x in (q, k, v, *sinks)]
+                    leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(leaves)]
+                    scale = given.get("scale", 0.125)
+                    if wide:
+                        hidden = torch.ones(40, 40, dtype=torch.bool).triu(1) | (torch.arange(40) < start)
+                        scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(hidden, -1e300)
+                        columns = [x.view(1, 1, 1, 1).expand(1, 1, 40, 1) for x in leaves[3:]]
+                        lse = torch.cat([scores, *columns], 3).logsumexp(3)
+                        out = (scores - lse[..., None]).exp().masked_fill(hidden, 0) @ leaves[2]
+                    else:
+                        mask, sink = causal() & interval(start, None), [*leaves[3:], None][0]
+                        out, lse = attention(
+                            *leaves[:3], mask=mask, sink=sink, scale=scale, backend="gluon", return_lse=True
+                        )
+                    seen = lse.detach() > -1e30
+                    grads = torch.autograd.grad(
+                        [out, lse],
+                        [leaves[i] for i in wanted],
+                        [dout.to(out.dtype), dlse.masked_fill(~seen, 0).to(lse.dtype)],
+                    )
+                    found.append([out, lse.masked_fill(~seen, 0), *grads])
+                for x, y in zip(*found, strict=True):
+                    assert (x.double() - y).norm() < 0.05 * y.norm(), name
+        assert room.replays >= len(LITTLE)

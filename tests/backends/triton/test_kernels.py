@@ -54,6 +54,14 @@ def test_programs_with_some_columns_of_values(case: Case, monkeypatch: pytest.Mo
     report.assert_ok()
 
 
+@pytest.mark.parametrize(("rows", "warps"), [(16, 8), (128, 1), (32, 2)])
+def test_tiles_of_any_rows_and_warps(rows: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's shift and delta come in one load, which has them once for each thread; some rows see no key."""
+    monkeypatch.setattr(launch, "_config", lambda kernel, call: TileConfig(rows, 32, warps, 1))
+    given = Case("", dtype="fp32", b=1, s_q=140, s_k=70, d=16, mask="causal", sink=True).inputs()
+    check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
+
+
 def test_negated_views() -> None:
     """Kernels read memory, where a lazily negated view has the other sign."""
     q, k, v, table = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(16)
