@@ -214,10 +214,12 @@ def _run(call: Call, score_mod: Any, backend: str, lse: bool, found: CallKey | N
 
 def _runs_whole() -> None:
     """Has Dynamo leave a call alone that it could not trace, such as one that is refused: it would trace the frames of
-    its inside one by one."""
-    from torch._dynamo import eval_frame
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
+    its inside one by one. A torch without these names compiles all the same."""
+    try:
+        from torch._dynamo import eval_frame
+        from torch._dynamo.types import FrameAction, FrameExecStrategy
+    except ImportError:
+        return
     for function in (check_call, _run):
         eval_frame.set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
