@@ -6,7 +6,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from saccade import Dense, Packed, Paged, alibi, attention, block_mask, causal, interval, mask_mod, softcap, window
+from saccade import (
+    Dense,
+    Packed,
+    Paged,
+    alibi,
+    attention,
+    block_mask,
+    causal,
+    interval,
+    mask_mod,
+    prefix,
+    softcap,
+    window,
+)
 from saccade.testing.accuracy import check
 from tests.support.devices import CPU, GLUON, INTERPRETER, TRITON, every_head_dim, on
 
@@ -64,6 +77,20 @@ def test_against_the_oracle(order, deterministic, device):
         dlse = device.randn(device.b, device.h_q, device.s_q, dtype=device.lse_dtype(dtype))
         keywords = {"mask": interval(start, stop), "dlse": dlse, "deterministic": deterministic}
         check(*device.operands(dtype), backend=device.backend, **keywords).assert_ok()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("k_offset", [None, -(1 << 28)])
+def test_bounds_as_far_as_their_dtype_goes(k_offset, dtype, device):
+    """Wherever keys stand, such a bound is none."""
+    limits = torch.iinfo(dtype)
+    stop = torch.full((device.b,), limits.max, dtype=dtype, device=device.type)
+    start = torch.full_like(stop, limits.min)[:, None]
+    q, k, v = device.operands()
+    everything = attention(q, k, v, backend=device.backend)
+    for mask in (prefix(stop), interval(start, stop[:, None]), interval(None, stop[:, None])):
+        out = attention(q, k, v, mask=mask, layout=Dense(k_offset=k_offset), backend=device.backend)
+        torch.testing.assert_close(out, everything)
 
 
 def third(b, h, q_idx, kv_idx):

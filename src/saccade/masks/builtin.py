@@ -79,12 +79,12 @@ class Prefix(Mask):
 
     def sees(self, extent: Extent, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         n = self.n[b] if isinstance(self.n, Tensor) else self.n
-        return (kv_idx < n - extent.first_key(b)) | (kv_idx <= extent.diagonal(b, q_idx))
+        return (extent.k_position(b, kv_idx) < n) | (kv_idx <= extent.diagonal(b, q_idx))
 
     def hull(self, extent: Extent) -> Interval:
         diagonals = extent.diagonals()
         n = self.n[:, None] if isinstance(self.n, Tensor) else torch.tensor(self.n, device="cpu")
-        hi = torch.maximum(diagonals + 1, n - (0 if extent.k is None else extent.k))
+        hi = torch.maximum(diagonals + 1, n.clamp(max=2 * FARTHEST) - (0 if extent.k is None else extent.k))
         return Interval(torch.full_like(hi, -FARTHEST), hi)
 
     def __repr__(self) -> str:

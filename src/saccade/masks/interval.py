@@ -63,8 +63,8 @@ class KeyInterval(Mask):
 
     def hull(self, extent: Extent) -> Interval:
         rows = torch.zeros_like(extent.q_idx())  # (1, s_q)
-        stop = rows + self.stop
-        start = torch.full_like(stop, -FARTHEST) if self.open_start else rows + self.start
+        stop = (rows + self.stop).clamp(-FARTHEST, OPEN)
+        start = torch.full_like(stop, -FARTHEST) if self.open_start else (rows + self.start).clamp(-FARTHEST, OPEN)
         return Interval(start, stop).less(extent.k)
 
     @classmethod

@@ -83,8 +83,11 @@ def _window_rows(data, b, kv_idx, off):
 
 @triton.jit
 def _prefix_length(data, b):
-    # One of each sequence, or one of all.
-    return tl.load(data[0] + b).to(tl.int32) if data[1] else plain_int(data[0])
+    # One of each sequence, which int32 may not hold, or one of all.
+    if data[1]:
+        return tl.minimum(tl.maximum(tl.load(data[0] + b), -FARTHEST), 2 * FARTHEST).to(tl.int32)
+    else:
+        return plain_int(data[0])
 
 
 @triton.jit
