@@ -1,7 +1,7 @@
 """The forward's producer: one warp that loads the keys and values of work items, also from the pages of a cache."""
 
 # No `from __future__ import annotations` here: an aggregate reads its fields' types.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 import math
 from functools import lru_cache
