@@ -32,7 +32,7 @@ class DeviceMask(NamedTuple):
     rows_of: Any
     """(data, b, kv_idx, off) -> lo, hi, core_lo, core_hi, each of kv_idx's shape"""
     sees: Any
-    """(data, b, h, q_idx, kv_idx, off) -> bool, broadcast; None of an `exact` mask, whose hull says it"""
+    """(data, b, h, q_idx, kv_idx, off) -> bool, broadcast; None where the hull says it"""
     exact: Any
     """constexpr: the hull is the whole truth"""
     data: tuple
@@ -72,6 +72,13 @@ def _window_keys(data, b, q_idx, off):
     lo = q_idx + off - plain_int(data[0])
     hi = q_idx + off + plain_int(data[1]) + 1
     return lo, hi, lo, hi
+
+
+@triton.jit
+def _window_sees(data, b, h, q_idx, kv_idx, off):
+    # Beside a function: tiles of many rows have no registers for the bounds of each.
+    distance = kv_idx - q_idx - off
+    return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
 
 
 @triton.jit
@@ -183,7 +190,7 @@ def _union(lo, hi, core_lo, core_hi, lo2, hi2, core_lo2, core_hi2):
     return hull_lo, hull_hi, tl.where(longer, core_lo, core_lo2), tl.where(longer, core_hi, core_hi2)
 
 
-_WINDOW = constants(_window_keys, _window_rows, None, True)
+_WINDOW = constants(_window_keys, _window_rows, _window_sees, True)
 _PREFIX = constants(_prefix_keys, _prefix_rows, None, True)
 _CONSTANT_INTERVAL = constants(records.constant_keys, records.constant_rows, None, True)
 # Tensors lead from rows to keys alone: `visits.py` turns that round for kernels whose programs own keys.

@@ -206,7 +206,7 @@ def constant_rows(data, b, kv_idx, off):
 @triton.jit
 def sees(mask, b, h, q_idx, kv_idx, off):
     """Which rows see which keys, in use or not, by a part of a mask or all of it. q_idx and kv_idx broadcast."""
-    if mask.exact:
+    if mask.sees is None:
         lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, off)
         return (kv_idx >= lo) & (kv_idx < hi)
     else:

@@ -101,7 +101,7 @@ def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
         return seen & (q_idx < hi) if mask.has_lower_bound else seen
     elif mask.exact:
         lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, off)
-        seen = kv_idx < tl.where(q_idx < rows, tl.minimum(hi, keys), 0)
+        seen = (q_idx < rows) & (kv_idx < tl.minimum(hi, keys))
         return seen & (kv_idx >= lo) if mask.has_lower_bound else seen
     else:
         return (q_idx < rows) & (kv_idx < keys) & mask.sees(mask.data, b, h, q_idx, kv_idx, off)

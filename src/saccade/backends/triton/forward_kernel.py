@@ -133,7 +133,7 @@ def forward_kernel(
     kv = kv_head(k, v, block, shape)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
-    columns: tl.constexpr = RISING and score.identity and descale is None
+    columns: tl.constexpr = RISING and score.identity and descale is None and shape.BLOCK_D >= 64
     row_sum = tl.zeros([shape.BLOCK_Q, 8] if columns else [shape.BLOCK_Q], tl.float32)
     state = acc, row_max, row_sum
     if score.linear and RISING and descale is None:
