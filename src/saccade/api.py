@@ -217,11 +217,11 @@ def _runs_whole() -> None:
     its inside one by one. A torch without these names compiles all the same."""
     try:
         from torch._dynamo import eval_frame
-        from torch._dynamo.types import FrameAction, FrameExecStrategy
+        from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
     except ImportError:
         return
     for function in (check_call, _run):
-        eval_frame.set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        eval_frame.set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))  # pyright: ignore[reportPrivateImportUsage]
 
 
 after_import("torch._dynamo.eval_frame", _runs_whole)

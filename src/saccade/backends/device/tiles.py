@@ -94,7 +94,7 @@ def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
 def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
     """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast. An exact
     mask leaves a comparison or two with what each row computes once, or each key where tiles are transposed."""
-    TRANSPOSED: tl.constexpr = len(kv_idx.shape) == 2 and kv_idx.shape[1] == 1
+    TRANSPOSED: tl.constexpr = len(kv_idx.shape) == 2 and kv_idx.shape[1] == 1  # pyright: ignore[reportAssignmentType]
     if mask.exact and mask.ordered and TRANSPOSED:
         lo, hi, _, _ = mask.rows_of(mask.data, b, kv_idx, off)
         seen = (q_idx < rows) & (kv_idx < keys) & (q_idx >= lo)
