@@ -200,7 +200,7 @@ _AND = {exact: constants(_and_keys, _and_rows, _and_sees, exact) for exact in (T
 _OR = constants(_or_keys, _or_rows, _or_sees, False)
 _LISTED = constants(_open_of, _open_of, key_lists.named, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
-_PLACED = constants(positions.placed_keys, positions.placed_rows, positions.placed_sees)
+_PLACED = constants(positions.placed_keys, positions.placed_rows, None)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
 _ALL = DeviceMask(*constants(_all_of, _all_of, None, True), (), has_lower_bound=FLAGS[False])
 

@@ -169,11 +169,6 @@ def placed_rows(data, b, kv_idx, off):
 
 
 @triton.jit
-def placed_sees(data, b, h, q_idx, kv_idx, off):
-    return sees(data[0], b, h, row_position(data[1].q, b, q_idx), kv_idx + first_key(data[1].k, b), 0)
-
-
-@triton.jit
 def function_sees(data, b, h, q_idx, kv_idx, off):
     p, r = function_positions(data[1], b, q_idx, kv_idx)
     return sees(data[0], b, h, p, r, 0)

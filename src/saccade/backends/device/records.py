@@ -78,8 +78,8 @@ UNITS = {unit: tl.constexpr(unit) for unit in (1, 2, 4, 8, 16)}
 
 
 def constants(*values: Any) -> tuple[Any, ...]:
-    """Functions and flags as constexprs."""
-    return tuple(map(tl.constexpr, values))
+    """Functions and flags as constexprs; None stays."""
+    return tuple(None if x is None else tl.constexpr(x) for x in values)
 
 
 def runtime_int(value: int) -> int:
