@@ -57,6 +57,11 @@ def _all_of(data, b, idx, off):
 
 
 @triton.jit
+def _all_sees(data, b, h, q_idx, kv_idx, off):
+    return (q_idx >= 0) & (kv_idx >= 0)
+
+
+@triton.jit
 def _open_of(data, b, idx, off):
     # Anything may be visible, and nothing is known to be.
     return idx * 0, idx * 0 + FAR, idx * 0, idx * 0
@@ -75,17 +80,17 @@ def _window_keys(data, b, q_idx, off):
 
 
 @triton.jit
-def _window_sees(data, b, h, q_idx, kv_idx, off):
-    # Beside a function: tiles of many rows have no registers for the bounds of each.
-    distance = kv_idx - q_idx - off
-    return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
-
-
-@triton.jit
 def _window_rows(data, b, kv_idx, off):
     lo = kv_idx - off - plain_int(data[1])
     hi = kv_idx - off + plain_int(data[0]) + 1
     return lo, hi, lo, hi
+
+
+@triton.jit
+def _window_sees(data, b, h, q_idx, kv_idx, off):
+    # Where a thread has many rows, it has no registers for the bounds of each.
+    distance = kv_idx - q_idx - off
+    return (distance >= -plain_int(data[0])) & (distance <= plain_int(data[1]))
 
 
 @triton.jit
@@ -202,7 +207,7 @@ _LISTED = constants(_open_of, _open_of, key_lists.named, False)
 _NOT = constants(_open_of, _open_of, _not_sees, False)
 _PLACED = constants(positions.placed_keys, positions.placed_rows, None)
 _FUNCTION_PLACED = constants(_open_of, _open_of, positions.function_sees)
-_ALL = DeviceMask(*constants(_all_of, _all_of, None, True), (), has_lower_bound=FLAGS[False])
+_ALL = DeviceMask(*constants(_all_of, _all_of, _all_sees, True), (), has_lower_bound=FLAGS[False])
 
 
 def device_args(call: Call) -> DeviceMask:

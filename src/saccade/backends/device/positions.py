@@ -145,13 +145,9 @@ def function_positions(positions, b, q_idx, kv_idx):
 
 
 @triton.jit
-def _row(data, b, q_idx):
-    return q_idx if data[2] else row_position(data[1].q, b, q_idx)
-
-
-@triton.jit
 def placed_keys(data, b, q_idx, off):
-    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, _row(data, b, q_idx), 0)
+    row = q_idx if data[2] else row_position(data[1].q, b, q_idx)
+    lo, hi, core_lo, core_hi = data[0].keys_of(data[0].data, b, row, 0)
     first = first_key(data[1].k, b)
     return lo - first, hi - first, core_lo - first, core_hi - first
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from saccade.backends.device.positions import extent
-from saccade.backends.device.records import FAR, LOG2E, plain_int
+from saccade.backends.device.records import FAR, LOG2E, plain_int, sees
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)
 """Of float32."""
@@ -92,19 +92,14 @@ def tile_range(lo, hi, core_lo, core_hi, live, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def visible(mask, b, h, q_idx, kv_idx, rows, keys, off):
-    """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast. An exact
-    mask leaves a comparison or two with what each row computes once, or each key where tiles are transposed."""
-    TRANSPOSED: tl.constexpr = len(kv_idx.shape) == 2 and kv_idx.shape[1] == 1  # pyright: ignore[reportAssignmentType]
-    if mask.exact and mask.ordered and TRANSPOSED:
-        lo, hi, _, _ = mask.rows_of(mask.data, b, kv_idx, off)
-        seen = (q_idx < rows) & (kv_idx < keys) & (q_idx >= lo)
-        return seen & (q_idx < hi) if mask.has_lower_bound else seen
-    elif mask.exact:
+    """One tile of the mask: both rows and keys in use, and seeing one another. q_idx and kv_idx broadcast. Where the
+    first dimension is one of rows, an exact mask leaves a comparison or two with what each of them computes once."""
+    if mask.exact and q_idx.shape[0] > 1:
         lo, hi, _, _ = mask.keys_of(mask.data, b, q_idx, off)
         seen = (q_idx < rows) & (kv_idx < tl.minimum(hi, keys))
         return seen & (kv_idx >= lo) if mask.has_lower_bound else seen
     else:
-        return (q_idx < rows) & (kv_idx < keys) & mask.sees(mask.data, b, h, q_idx, kv_idx, off)
+        return (q_idx < rows) & (kv_idx < keys) & sees(mask, b, h, q_idx, kv_idx, off)
 
 
 @triton.jit

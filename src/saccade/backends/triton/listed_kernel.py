@@ -17,7 +17,7 @@ import triton.language as tl
 from saccade.backends.device.key_lists import list_of_row
 from saccade.backends.device.positions import blocks_before, extent, is_packed, numbered, tile_of
 from saccade.backends.device.q_block import ScoreArgs, online_softmax, weight_gradient
-from saccade.backends.device.records import aggregate, plain_int
+from saccade.backends.device.records import aggregate, plain_int, sees
 from saccade.backends.device.tiles import add_sink, head, load_tile, log_sum, logits, store_largest
 from saccade.backends.triton.backward_kernels import apply_slope, dkdv_of_rows, read_terms, store_dk, store_dv
 
@@ -155,7 +155,7 @@ def listed_keys(block, lists, start, shape, tile):
     seen = (kv_idx[None, :] >= lo) & (kv_idx[None, :] < hi)
     kv_idx = tl.where(named, kv_idx, 0)
     if not args.mask.exact:
-        seen = seen & args.mask.sees(args.mask.data, args.b, args.h, block.q_idx[:, None], kv_idx[None, :], args.off)
+        seen = seen & sees(args.mask, args.b, args.h, block.q_idx[:, None], kv_idx[None, :], args.off)
     return kv_idx, named, seen
 
 
