@@ -30,10 +30,10 @@ DRAFTS_SPILL = 96
 """What a loop for tiles inside of the core costs beside one for the others, whose mask has parts. Not timed."""
 BIAS_SPILL = 250
 """What a bias of every score costs dk and dv: 312 and more on 3.9, where loads of 16 bits spilled 452. Not timed."""
-OTHER_SPILL = 44
-"""What the forward of d 64 spills on sm120 and 3.9, where others spill nothing. Not timed."""
-LISTED_SPILL = 72
-"""What gradients of gathered rows' keys spill: 40 at d 128, of groups of heads 72."""
+OTHER_SPILL = 40
+"""What the forward of d 64 spills on sm120, where others spill nothing. Not timed."""
+LISTED_SPILL = 64
+"""What gradients of gathered rows' keys spill: 40 at d 128."""
 QUANTIZE = (
     "16bit d128/128 quantize block", "16bit d64/64 quantize block packed e5m2", "16bit d128/128 quantize head grouped",
     "16bit d128/128 quantize block grouped shifted", "16bit d128/128 quantize block centred rotated",

@@ -62,6 +62,18 @@ def test_tiles_of_any_rows_and_warps(rows: int, warps: int, monkeypatch: pytest.
     check(given.q, given.k, given.v, dout=given.dout, dlse=given.dlse, backend="triton", **given.keywords).assert_ok()
 
 
+def test_limited_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come with sums of columns, in calls that were timed with both."""
+    tile = TileConfig(16, 16, 4, 1, registers=128)
+    monkeypatch.setattr(launch, "_config", lambda kernel, call: tile)
+    q, k, v = (torch.randn(1, 1, s, 64, dtype=torch.float16) for s in (40, 50, 50))
+    check(q, k, v, mask=masks.causal(), backend="triton").assert_ok()
+    function = masks.mask_mod(lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 3 > 0)
+    for words, limit in (({}, 128), ({"mask": masks.causal()}, 128), ({"mask": function}, None)):
+        made = launch.prepare("forward", Call(q, k, v, **words), tile)
+        assert (made.registers, made.constants[-1].value) == (limit, limit is not None)
+
+
 def test_negated_views() -> None:
     """Kernels read memory, where a lazily negated view has the other sign."""
     q, k, v, table = torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(1, 2, 16, 16), torch.randn(16)

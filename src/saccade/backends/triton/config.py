@@ -35,8 +35,8 @@ class TileConfig:
     """Of out or dv, that a program computes, a power of two; 0: all. Each group of columns recomputes the scores, on
     tiles of more rows than there are registers for otherwise."""
     registers: int | None = None
-    """How many a thread may have in calls without a score or dropout, so that a multiprocessor has one more program;
-    None is up to the compiler."""
+    """How many a thread may have in calls without a score, dropout or a mask by functions or lists, so that a
+    multiprocessor has one more program; None is up to the compiler."""
 
 
 def key(kernel: str, spec: Spec) -> str:

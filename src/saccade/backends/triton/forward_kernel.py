@@ -114,11 +114,12 @@ def _step(
 @triton.jit(do_not_specialize=["h_q", "s_q", "s_k"])
 def forward_kernel(
     q, k, v, out, lse, max_scores, sink, descale, used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape,
-    BYTES: tl.constexpr, RISING: tl.constexpr,
+    BYTES: tl.constexpr, RISING: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(q k^T) v, lse and max_scores, (b, h_q, s_q) contiguous or None, for one q block of one head a
     program, and BLOCK_DV columns of out. descale: DeviceDescale of 8-bit k and v, or None. BYTES: products are those of
-    8-bit q, k and v. RISING: as `launch.rising` says."""
+    8-bit q, k and v. RISING: as `launch.rising` says. LIMITED: a thread has
+    `TileConfig.registers`."""
     block = q_block(used_q, used_k, mask, score, dropout, h_q, s_q, s_k, scale, shape)
     tiles = kv_tiles(block, used_q, h_q, shape)
     h = block.args.h
@@ -133,7 +134,8 @@ def forward_kernel(
     kv = kv_head(k, v, block, shape)
     acc = tl.zeros([shape.BLOCK_Q, shape.BLOCK_DV], tl.float32)
     row_max = tl.full([shape.BLOCK_Q], float("-inf"), tl.float32)
-    columns: tl.constexpr = RISING and score.identity and descale is None and shape.BLOCK_D >= 64
+    # Of d = 64 they take registers of one more program, unless these are limited.
+    columns: tl.constexpr = RISING and score.identity and descale is None and (LIMITED or shape.BLOCK_D > 64)
     row_sum = tl.zeros([shape.BLOCK_Q, 8] if columns else [shape.BLOCK_Q], tl.float32)
     state = acc, row_max, row_sum
     if score.linear and RISING and descale is None:

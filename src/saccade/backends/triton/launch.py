@@ -142,10 +142,11 @@ def prepare(name: str, call: Call, tile: TileConfig, least_stages: int = 1) -> L
     if tile.columns:
         grid = grid[0], -(-call.v.shape[3] // shape.BLOCK_DV.value), 1
     kernels = KERNELS if call.layout.starts_k is None else RANGES_KERNELS
+    plain = call.score is None and call.dropout is None and not (call.mask is not None and call.mask.block_sparse)
+    registers = tile.registers if plain else None
     constants: tuple[Any, ...] = (shape,)
     if name == "forward":
-        constants += descale.products(call), FLAGS[rising(call)]
-    registers = tile.registers if call.score is None and call.dropout is None else None
+        constants += descale.products(call), FLAGS[rising(call)], FLAGS[registers is not None]
     return Launch(kernels[name], grid, constants, tile.warps, tile.stages, least_stages, registers=registers)
 
 

@@ -128,7 +128,8 @@ def _whole(acc, WORD: tl.constexpr):
 
 @triton.jit
 def of_all_slices(acc, row_max, row_sum, score, WORD: tl.constexpr, SLICES: tl.constexpr):
-    """The sums [block_q, d_v], largest scores and sums of weights [block_q]; without slices what they are."""
+    """The sums [block_q, d_v], the largest scores and the sums of weights [block_q]; what they are where there are no
+    slices."""
     if SLICES == 1:
         return acc, row_max, row_sum
     else:
