@@ -85,7 +85,8 @@ def joined(parts: Sequence[Mask]) -> Mask | None:
 
 
 def listed_keys(call: Call) -> Tensor | None:
-    """The keys that any list of a batch names, (b or 1, h_k or 1, s_k); None without lists. Others reach no result."""
+    """Which keys any list of a batch names, (b or 1, h_k or 1, s_k); None where a call has no lists. What is in others
+    reaches no result."""
     if call.mask is None or not call.mask.bounds_per_row:
         return None
     h_k = call.k.shape[1]

@@ -92,7 +92,8 @@ def _fake_backward(dys: list[Tensor], exchange: str, stage: str) -> list[Tensor]
 
 
 def met(name: str) -> None:
-    """Makes compiled graphs keep an operator whose result nothing reads: the other ranks wait for it."""
+    """Makes compiled graphs keep an operator whose result nothing reads, as on a rank without rows. The other ranks
+    wait for it."""
     has_side_effect(getattr(torch.ops.saccade_distributed, name).default)
 
 

@@ -297,7 +297,8 @@ class Packed(Layout):
 def _longest(
     bound: int | Tensor | None, lengths: Callable[[], Tensor], rows: int, offsets: Tensor, unknown: int | None = None
 ) -> int:
-    """The bound of the lengths; else the longest length if the host knows it, the number of rows, or `unknown`."""
+    """The bound of the lengths; without one the longest length if the host knows it, else the number of rows, or
+    `unknown`."""
     if isinstance(bound, Tensor):
         return rows
     if bound is not None:

@@ -199,7 +199,8 @@ def check_offset(name: str, x: Any) -> None:
 
 
 def positions_of(q_offset: Offset | None, k_offset: Offset | None, flat_rows: int | None) -> Positions | None:
-    """The Positions of checked offsets, or None. flat_rows: how many rows there are of queries end to end."""
+    """The Positions of checked offsets; None where neither is given. `flat_rows`: how many rows there are of queries
+    end to end."""
     if q_offset is None and k_offset is None:
         return None
     q, k, per_row = 0 if q_offset is None else q_offset, 0 if k_offset is None else k_offset, False

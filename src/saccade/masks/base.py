@@ -231,7 +231,8 @@ class Mask:
 
     @property
     def identity(self) -> str:
-        """The kind, with the name of each program in it. Equal identity and `has_lower_bound` run the same kernels."""
+        """The kind, with the name of each program in it. Masks with equal identity and equal `has_lower_bound` run the
+        same kernels."""
         return self.kind
 
     @property

@@ -65,7 +65,8 @@ def complaint(score_mod: Any, sizes: Sizes) -> str | None:
 
 
 def short(identity: str, tensors: Sequence[Tensor], sizes: Sizes) -> str | None:
-    """An error for a tensor with fewer elements than the index that it is read at, or None; computed ones pass."""
+    """An error for a tensor with fewer elements than the index that it is read at, or None. Computed indices are not
+    checked."""
     for tensor, dim, name in _direct(identity):
         size = getattr(sizes, {"q_idx": "s_q", "kv_idx": "s_k"}.get(name, name))
         if tensors[tensor].shape[dim] < size and (sizes.exact or name in ("b", "h")):
@@ -307,7 +308,8 @@ _RELATIVE = 1e-3
 
 
 def from_tensors(identity: str, tensors: Sequence[Tensor], ints: list[int], floats: list[float]) -> Score | None:
-    """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`; takes its numbers from the lists' front."""
+    """The inverse of a Score's `identity`, `tensors`, `ints` and `floats`. It takes its numbers from the front of the
+    lists."""
     if identity == "none":
         return None
     return Softcap(floats.pop(0)) if identity == "softcap" else Traced.of_tensors(identity, list(tensors), ints, floats)

@@ -119,7 +119,8 @@ class CheckedCall(NamedTuple):
         return found | captured(self.keywords.get("score_mod"))
 
     def settled(self) -> CheckedCall:
-        """The call over slots as one over rows of the caches, with a mask of the valid slots; any other is itself."""
+        """The call over slots as one over rows of the caches, with a mask of the slots that there are; any other is
+        itself."""
         if self.layout.slots is None:
             return self
         layout, k, v, mask = SlotRows.of(self.layout).over_rows(self.k, self.v)  # pyright: ignore[reportArgumentType]

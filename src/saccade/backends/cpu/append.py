@@ -14,7 +14,8 @@ from saccade.layouts import CacheSlots, Paged, empty_like_rows
 
 
 class CacheRows(NamedTuple):
-    """For every new row, (n,): its slot in the cache, or -1; its position; whether a sequence has it, and which."""
+    """For every new row, (n,): its slot in the cache, or -1; its position; whether it belongs to a sequence, and to
+    which."""
 
     slot: Tensor
     position: Tensor

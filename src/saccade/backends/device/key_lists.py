@@ -170,7 +170,8 @@ def list_at(args, b, head, group):
 
 @triton.jit
 def list_of_row(args, b, head, first, row):
-    """The same of rows of sequence b, which begins at row `first` of all. Rows without a list have an empty one."""
+    """The same of rows of sequence b, whose first one is row `first` of those end to end. Rows without a list have an
+    empty one."""
     group = first + row if args.end_to_end else row // plain_int(args.rows)
     there = group < plain_int(args.groups)
     entries, length = list_at(args, b, head, tl.where(there, group, 0))

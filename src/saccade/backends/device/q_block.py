@@ -184,7 +184,8 @@ def store_q(x, block, value, D: tl.constexpr, BLOCK_D: tl.constexpr, shape, firs
 
 @triton.jit
 def value_column(shape):
-    """The first column of v that this program sums: 0, or of several tiles the one that the grid's second axis says."""
+    """The first column of v that this program sums: 0, or where the second axis of the grid says, if one tile does not
+    hold them all."""
     if shape.D_V > shape.BLOCK_DV:
         return tl.program_id(1) * shape.BLOCK_DV
     else:

@@ -261,7 +261,8 @@ _ALIGNMENT = 512
 
 
 class _Memory:
-    """Where a call's tensors are: operands, one workspace, the counter, what lives on, results."""
+    """Where the tensors of a call are: operands, one piece of memory for all that is not returned, the counter, what
+    lives on, results."""
 
     def __init__(self, operands: Sequence[Tensor], drawn: tuple[Tensor, Any] | None, kept: Sequence[Tensor]) -> None:
         self.operands, self.drawn, self.kept = operands, drawn, kept

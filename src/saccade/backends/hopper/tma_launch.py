@@ -55,7 +55,8 @@ class TMALaunch:
     """None where Triton's launcher is not built as it was when this was written."""
 
     def __call__(self, device: Any, operands: Sequence[Tensor], arguments: Sequence[Any], *scale: float) -> None:
-        """Starts the kernel: operands of the descriptors, what comes before the numbers, and what comes after them."""
+        """Starts the kernel on the current stream: the descriptors' tensors, what comes before the numbers, and what
+        comes after them."""
         constants = self.constants.values()
         if self.compiled is None and not self._found(device, operands, arguments, *scale):
             return

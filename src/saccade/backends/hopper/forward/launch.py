@@ -100,7 +100,8 @@ def forward(
 
 
 def captured_rows(call: Call) -> CapturedTile | None:
-    """The captured tensor of which score functions take tiles, of 16-bit operands and rows of one head; or None."""
+    """The captured tensor of which score functions take tiles, or None. A consumer's rows must be one head's, and
+    operands 16-bit."""
     if call.descale is not None or rows_of_a_consumer(call, CAPTURED_CONSUMERS) != 64:
         return None
     return captured_tile(call)

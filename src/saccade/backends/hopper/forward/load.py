@@ -244,7 +244,8 @@ def load_stage(args, pipe, tiles, stage, item, start, page, barrier):
 
 @gluon.jit
 def load_values(args, pipe, n, item, start, tails):
-    """Fills the stage of tile n with values from `start` on, and zeros after the last key. Returns the tails so far."""
+    """Fills the stage of tile n with values from `start` on, and with zeros after the last key. Returns the number of
+    tails so far."""
     BLOCK_K: gl.constexpr = pipe.shape.BLOCK_K
     BLOCK_DV: gl.constexpr = pipe.shape.BLOCK_DV
     page = pages_of(args.pages, item.b, start, item.keys, BLOCK_K)  # once more: what a loader holds, it spills

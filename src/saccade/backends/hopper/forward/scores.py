@@ -210,7 +210,8 @@ class ScoreRows:
 
     @gluon.jit
     def add_row_terms(self, row, tile, SIGN: gl.constexpr, BLOCK_K: gl.constexpr):
-        """row [64] plus or minus what `apply_score` omits of a tile's scores, without what all of the row share."""
+        """row [64] plus or minus what `apply_score` omits from each score of a tile, but for what all of the row
+        share."""
         if self.rule.score.linear:
             return row + SIGN * (self.terms[0] * index_float(tile * BLOCK_K - self.terms[1]))
         else:
